@@ -1,0 +1,42 @@
+# Every target makes .venv itself, from Python 3.12 or 3.13. PYTHON=/path/to/python chooses another one.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+# Seconds for all of `make test`, where coreutils has `timeout`.
+TEST_BUDGET := $(if $(shell command -v timeout),timeout 900)
+TEST_WORKERS := 2
+JAXTYPING := kimi_k3,beartype.beartype
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check lock clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## .venv with the locked dependencies and kimi_k3 in editable form
+
+$(STAMP): requirements/base.txt requirements/dev.txt pyproject.toml scripts/install.sh scripts/find_python.sh
+	@scripts/install.sh $(VENV)
+	@touch $@
+
+demo: $(STAMP) ## convert the tiny checkpoint, decode with it, compare with the reference
+	@scripts/demo.sh
+
+test: $(STAMP) ## the tests, on CPU
+	@JAX_PLATFORMS=cpu $(TEST_BUDGET) $(BIN)/pytest -q -n $(TEST_WORKERS) -m 'not slow' \
+	  --jaxtyping-packages=$(JAXTYPING) $(PYTEST_ARGS)
+
+check: $(STAMP) ## lint, format and types
+	@status=0; \
+	$(BIN)/ruff check . || status=1; \
+	$(BIN)/ruff format --check . || status=1; \
+	$(BIN)/pyright || status=1; \
+	exit $$status
+
+lock: $(STAMP) ## pyproject.toml into requirements/*.txt; UPGRADE=--upgrade takes newer releases
+	@scripts/lock.sh $(BIN)/uv $(UPGRADE)
+
+clean: ## remove caches and build output; .venv stays
+	rm -rf .cache .pytest_cache .ruff_cache .hypothesis build dist out maxtext_output
+	find MaxText tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

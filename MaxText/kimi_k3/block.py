@@ -1,0 +1,111 @@
+"""One decoder layer: attention and feed-forward on the residual stream, plain or with attention residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from kimi_k3.attn_res import AttentionResidual, push_snapshot
+from kimi_k3.config import ComputeConfig, KimiK3Config, LayerKind
+from kimi_k3.moe.latent_moe import LatentMoE, dense_mlp
+from kimi_k3.norms import RMSNorm
+from kimi_k3.sharding import NORM
+
+
+class Stream(NamedTuple):
+  """What runs through the depth: the residual stream, and the buffer of AttnRes snapshots [J, B, T, D] (J = 0 without)."""
+
+  prefix: Array
+  snapshots: Array
+
+
+class Context(NamedTuple):
+  """What every layer of one call sees.
+
+  Attributes:
+    valid: Real tokens of right-padded rows [B, T]; None when all are.
+    resets: True where a packed document starts [B, T]; None when none does inside a row.
+    upstream: Arguments that only MaxText's attention needs.
+  """
+
+  valid: Bool[Array, "B T"] | None
+  resets: Bool[Array, "B T"] | None
+  upstream: dict[str, Any]
+
+
+AttentionFactory = Callable[[LayerKind, nnx.Rngs], nnx.Module]
+
+
+class Layer(nnx.Module):
+  """One layer of the stack.
+
+  x = attention_res(prefix, snapshots)        (AttnRes; else x = prefix)
+  every attn_res_block_size layers: snapshot the prefix and start a new one
+  prefix += attention(input_norm(x))
+  x = mlp_res(prefix, snapshots)              (AttnRes; else x = prefix)
+  prefix += mlp(post_attention_norm(x))
+  """
+
+  def __init__(
+      self,
+      config: KimiK3Config,
+      compute: ComputeConfig,
+      kind: LayerKind,
+      moe: bool,
+      make_attention: AttentionFactory,
+      rngs: nnx.Rngs,
+  ):
+    self.config, self.kind, self.moe = config, kind, moe
+
+    def norm():
+      return RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=compute.weight_dtype, axes=(NORM,))
+
+    self.input_norm, self.post_attention_norm = norm(), norm()
+    self.attention = make_attention(kind, rngs)
+    self.mlp = LatentMoE(config, compute, rngs) if moe else dense_mlp(config, compute, rngs)
+    if config.attn_res_block_size is not None:
+      for site in ("attention_res", "mlp_res"):
+        setattr(self, site, AttentionResidual(config.hidden_size, eps=config.rms_norm_eps, compute=compute, rngs=rngs))
+
+  def __call__(
+      self, stream: Stream, index: int | Int[Array, ""], context: Context
+  ) -> tuple[Stream, Int[Array, "B T S"] | None]:
+    """Returns the stream after the layer and the chosen experts (None for a dense layer).
+
+    Args:
+      stream: As it left the layer below.
+      index: 0-based number of the layer: a Python int, or traced inside a scan over blocks.
+      context: What the whole call shares.
+    """
+    prefix, snapshots = stream
+    size = self.config.attn_res_block_size
+    if size is None:
+      prefix = prefix + self._attend(prefix, context)
+      x = prefix
+    else:
+      x = self.attention_res(prefix, snapshots, -(-index // size))
+      closes = index % size == 0
+      snapshots = push_snapshot(snapshots, prefix, index // size, closes)
+      attended = self._attend(x, context)
+      prefix = _select(closes, attended, prefix + attended)
+      x = self.mlp_res(prefix, snapshots, index // size + 1)
+    out, ids = self.mlp(self.post_attention_norm(x)), None
+    if self.moe:
+      out, ids = out
+    return Stream(prefix + out, snapshots), ids
+
+  def _attend(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
+    h = self.input_norm(x)
+    if self.kind is LayerKind.KDA:
+      return self.attention(h, valid=context.valid, resets=context.resets)
+    return self.attention(h, **context.upstream)
+
+
+def _select(condition: bool | Array, yes: Array, no: Array) -> Array:
+  if isinstance(condition, bool):
+    return yes if condition else no
+  return jnp.where(condition, yes, no)

@@ -1,0 +1,162 @@
+"""`kimi-k3 decode CONFIG`: prompts in, tokens out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kimi_k3.cli.inputs import check_vocabulary, check_writable, read_rows, write_whole
+from kimi_k3.errors import InputError
+
+if TYPE_CHECKING:
+  from kimi_k3.generate.loop import Row
+  from kimi_k3.generate.tokenizer import Tokenizer
+
+DESCRIPTION = """\
+Decodes prompts with a converted checkpoint. Rows may have any lengths and number: those beyond the slots wait. Without
+explicit lengths the caches are sized from the longest row and --max-new-tokens. A row ends at the config's eos_token_id.
+
+Greedy by default. For a draw at a temperature: decode_sampling_strategy=weighted decode_sampling_temperature=0.7
+decode_sampling_seed=1; the same seed gives a row the same tokens in any slot and beside any neighbours.
+"""
+EPILOG = """\
+examples:
+  kimi-k3 decode OUT/decode.yml prompt="The capital of France is" --max-new-tokens 32
+  kimi-k3 decode OUT/decode.yml --prompt-ids prompts.json --max-new-tokens 64 --out completions.json
+  kimi-k3 decode OUT/decode.yml --prompt-ids prompts.json dtype=float32 matmul_precision=highest
+"""
+_MAX_DEFAULT_SLOTS = 16
+_DEFAULT_NEW_TOKENS = 64
+# Refused by name: they would be parsed and ignored.
+_REFUSED_KEYS = {
+    "enable_prefix_caching": "prefix caching is not supported: a KDA layer keeps one state, not a state a token",
+    "prefix_caching": "prefix caching is not supported: a KDA layer keeps one state, not a state a token",
+    "prefix_caching_hbm_byte": "prefix caching is not supported: a KDA layer keeps one state, not a state a token",
+    "prefix_caching_dram_byte": "prefix caching is not supported: a KDA layer keeps one state, not a state a token",
+    "speculative_decoding": "speculative decoding is not supported: a KDA state cannot be taken back",
+    "num_speculative_tokens": "speculative decoding is not supported: a KDA state cannot be taken back",
+    "speculative_config": "speculative decoding is not supported: a KDA state cannot be taken back",
+    "draft_model": "speculative decoding is not supported: a KDA state cannot be taken back",
+    "use_chunked_prefill": "chunked prefill is not supported yet: leave it out",
+}
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+  """Adds the verb to the command line."""
+  parser = subparsers.add_parser("decode", help="prompts in, tokens out", description=DESCRIPTION, epilog=EPILOG)
+  parser.add_argument("config", metavar="CONFIG.yml", help="decode.yml of a converted checkpoint; key=value may follow")
+  parser.add_argument("--prompt-ids", metavar="FILE.json", help="list of lists of token ids")
+  parser.add_argument(
+      "--max-new-tokens", type=int, default=_DEFAULT_NEW_TOKENS, metavar="N", help="at most, a row (default: %(default)s)"
+  )
+  parser.add_argument("--ignore-eos", action="store_true", help="go on after the end token")
+  parser.add_argument("--out", metavar="FILE.json", help="write the rows there (default: stdout)")
+  parser.set_defaults(settings=[])
+  return parser
+
+
+def run(args: argparse.Namespace) -> int:
+  """Decodes all rows; exit code 1 if one of them ended with an error."""
+  if args.max_new_tokens < 1:
+    raise InputError(f"--max-new-tokens is {args.max_new_tokens}, expected 1 or more")
+  if args.out:
+    check_writable(args.out)
+  from kimi_k3.generate.lengths import cache_lengths
+  from kimi_k3.maxtext_adapter.settings import explicit_settings, read_config
+
+  explicit = explicit_settings(args.config, args.settings)
+  _refuse(explicit)
+  tokenizer = _tokenizer(args.config, explicit)
+  prompts, source = _prompts(args, explicit, tokenizer)
+  lengths = cache_lengths(prompts, args.max_new_tokens, explicit)
+  config = read_config(args.config, args.settings, **lengths, per_device_batch_size=_slots_a_device(len(prompts)))
+  check_vocabulary(prompts, config.vocab_size, source)
+  rows, summary = _generate(config, args, prompts)
+  result = [_as_dict(row, tokenizer) for row in rows]
+  _deliver(result, args.out)
+  print(summary, file=sys.stdout if args.out else sys.stderr)
+  return 1 if any(row.finish_reason == "error" for row in rows) else 0
+
+
+def _refuse(explicit: Mapping[str, Any]) -> None:
+  for key in sorted(explicit.keys() & _REFUSED_KEYS.keys()):
+    if explicit[key]:
+      raise InputError(f"{key}: {_REFUSED_KEYS[key]}")
+
+
+def _tokenizer(config: str, explicit: Mapping[str, Any]) -> Tokenizer | None:
+  """The tokenizer named by tokenizer_path, which is relative to the config file, or the one beside it."""
+  from kimi_k3.generate.tokenizer import load_tokenizer
+
+  beside = Path(config).resolve().parent
+  named = explicit.get("tokenizer_path")
+  tokenizer = load_tokenizer(beside / named) if named else load_tokenizer(beside)
+  if named and tokenizer is None and Path(named) != Path("."):
+    raise InputError(f"tokenizer_path is {named!r}: no tiktoken.model or tokenizer.json there")
+  return tokenizer
+
+
+def _prompts(args, explicit: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[list[list[int]], str]:
+  """The rows to decode and where they come from."""
+  text = explicit.get("prompt")
+  if args.prompt_ids and text is not None:
+    raise InputError("give either --prompt-ids or prompt=, not both")
+  if args.prompt_ids:
+    return read_rows(args.prompt_ids), args.prompt_ids
+  if text is None:
+    raise InputError("nothing to decode: give --prompt-ids FILE.json or prompt=TEXT")
+  if tokenizer is None:
+    raise InputError("prompt= needs a tokenizer: no tiktoken.model or tokenizer.json beside the config; give --prompt-ids")
+  ids = tokenizer.encode(str(text))
+  if not ids:
+    raise InputError("prompt= is empty")
+  return [ids], "prompt"
+
+
+def _slots_a_device(rows: int) -> int:
+  import jax
+
+  return -(-min(rows, _MAX_DEFAULT_SLOTS) // jax.device_count())
+
+
+def _generate(config: Any, args, prompts: list[list[int]]) -> tuple[list[Row], str]:
+  from tqdm import tqdm
+
+  from kimi_k3.generate.clock import CompileClock
+  from kimi_k3.generate.loop import Request, generate
+  from kimi_k3.generate.sampling import Sampler
+  from kimi_k3.maxtext_adapter.engine import Engine
+
+  clock = CompileClock()
+  sampler = Sampler(
+      config.decode_sampling_strategy, config.decode_sampling_temperature, config.decode_sampling_seed
+  )
+  stop_id = None if args.ignore_eos else config.eos_token_id
+  request = Request(args.max_new_tokens, stop_id, sampler, config.max_prefill_predict_length)
+  engine = Engine(config)
+  with tqdm(total=len(prompts), unit="row", file=sys.stderr, disable=None) as bar:
+    rows, timing = generate(engine, prompts, request, clock=clock, on_finished=lambda row: bar.update())
+  return rows, f"{len(rows)} rows on {engine.num_slots} slots: {timing.summary()}"
+
+
+def _as_dict(row: Row, tokenizer: Tokenizer | None) -> dict[str, Any]:
+  return {
+      "index": row.index,
+      "prompt_ids": row.prompt_ids,
+      "ids": row.ids,
+      "text": None if tokenizer is None else tokenizer.decode(row.ids),
+      "finish_reason": row.finish_reason,
+      "error": row.error,
+  }
+
+
+def _deliver(result: list[dict[str, Any]], out: str | None) -> None:
+  lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in result)
+  if out is None:
+    print(f"[{lines}]")
+  else:
+    write_whole(out, lambda file: file.write(f"[{lines}]\n".encode()))

@@ -1,0 +1,92 @@
+"""`kimi-k3 VERB`: parses the command line and turns errors into exit codes, once.
+
+Exit codes: 0 done; 1 done, but a row, leaf or check failed; 2 bad input or refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from kimi_k3.errors import InputError
+
+VERBS = ("convert", "decode", "logits", "run")
+# What people look for and does not exist, each with the reason.
+_REFUSED_VERBS = {"serve": "there is no server; use decode with --prompt-ids for many prompts"}
+
+_EPILOG = """\
+examples:
+  kimi-k3 convert Kimi-K3/ OUT/
+  kimi-k3 decode OUT/decode.yml --prompt-ids prompts.json --max-new-tokens 64
+  kimi-k3 logits OUT/decode.yml --tokens prompts.json --out logits.npz
+  kimi-k3 run maxtext.trainers.pre_train.train_compile OUT/decode.yml compile_topology=v5e-16
+
+`kimi-k3 VERB --help` explains each.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+  """A parser whose errors are one line."""
+
+  def __init__(self, **kwargs):
+    super().__init__(**{"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs)
+
+  def error(self, message: str):
+    """Raises what `main` prints."""
+    raise InputError(f"{message} (see `{self.prog} --help`)")
+
+
+def build_parser() -> Parser:
+  """Returns the parser of all verbs."""
+  parser = Parser(prog="kimi-k3", description="Kimi K3 on MaxText: convert, decode, inspect.", epilog=_EPILOG)
+  subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+  for verb in VERBS:
+    module = importlib.import_module(f"kimi_k3.cli.{verb}")
+    module.add_parser(subparsers).set_defaults(run=module.run)
+  return parser
+
+
+# Set before JAX and transformers are imported: notes about devices and about PyTorch's absence are not the user's.
+_QUIET_ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs one verb and returns its exit code."""
+  argv = sys.argv[1:] if argv is None else list(argv)
+  for name, value in _QUIET_ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
+  try:
+    if argv and argv[0] in _REFUSED_VERBS:
+      raise InputError(f"{argv[0]}: {_REFUSED_VERBS[argv[0]]}")
+    args = _parse(build_parser(), argv)
+    return args.run(args)
+  except InputError as error:
+    print(f"kimi-k3: error: {error}", file=sys.stderr)
+    return 2
+  except KeyboardInterrupt:
+    print("kimi-k3: interrupted", file=sys.stderr)
+    return 130
+  except BrokenPipeError:  # the reader of our output has gone
+    sys.stderr.close()
+    return 141
+
+
+def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
+  """Parses; what argparse leaves over is key=value for the verbs that take settings, and an error otherwise."""
+  args, rest = parser.parse_known_args(argv)
+  if not hasattr(args, "settings"):
+    if rest:
+      raise InputError(f"unrecognized arguments: {' '.join(rest)} (see `kimi-k3 {args.verb} --help`)")
+    return args
+  unknown = [a for a in rest if a.startswith("-") or "=" not in a]
+  if unknown:
+    raise InputError(f"unrecognized arguments: {' '.join(unknown)} (settings are key=value; see `kimi-k3 {args.verb} --help`)")
+  args.settings = rest
+  return args
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,179 @@
+"""What a conversion will do, decided from headers alone: pure, so a full-size plan costs seconds and no data."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import math
+
+import ml_dtypes  # noqa: F401  (numpy learns the name bfloat16 from it)
+import numpy as np
+
+from kimi_k3 import layout
+from kimi_k3.config import KimiK3Config
+from kimi_k3.convert import mapping, storage
+from kimi_k3.convert.index import Source
+from kimi_k3.errors import InputError
+
+EXPERT_CHOICES = ("as-stored", "mxfp4", "fp8-block", "bf16")
+DENSE_CHOICES = ("as-stored", "fp8-block")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+  """What the user chose.
+
+  Attributes:
+    scan: Fold the layers into blocks; None folds them where they fold.
+    experts: One of EXPERT_CHOICES.
+    dense: One of DENSE_CHOICES.
+  """
+
+  scan: bool | None = None
+  experts: str = "as-stored"
+  dense: str = "as-stored"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """A conversion, ready to be carried out.
+
+  Attributes:
+    config: Of the result: its packed_modules differ from the source's when experts are decoded.
+    form: How the source stores its tensors.
+    scan: Whether layers are folded.
+    experts: "as-stored" or "bf16": the choice that counts, whatever it was called on the command line.
+    leaves: Everything that will be written.
+    fingerprint: Hex digest of the source's config.json and of every header.
+  """
+
+  config: KimiK3Config
+  form: mapping.StoredForm
+  scan: bool
+  experts: str
+  dense: str
+  leaves: tuple[mapping.Leaf, ...]
+  fingerprint: str
+
+  @property
+  def nbytes(self) -> int:
+    """Size of all leaves."""
+    return sum(leaf_bytes(leaf) for leaf in self.leaves)
+
+  @property
+  def num_parameters(self) -> int:
+    """Weights of the language model: two a byte of packed codes, none for their scales."""
+    return sum(_num_weights(leaf) for leaf in self.leaves)
+
+  @property
+  def options(self) -> dict[str, object]:
+    """What decides the result besides the source, as conversion.json records it."""
+    return {"scan": self.scan, "experts": self.experts, "dense": self.dense}
+
+
+def make_plan(source: Source, options: Options) -> Plan:
+  """Returns how to convert `source`.
+
+  Raises:
+    InputError: for a config nobody can compute, for any tensor that does not fit it, and for refused options.
+  """
+  _check_choices(options)
+  packed, float32 = storage.storage(source)
+  stored = KimiK3Config.from_hf(source.config, packed_modules=packed, float32_leaves=float32)
+  decode = options.experts == "bf16" and "experts" in packed
+  if options.experts == "mxfp4" and "experts" not in packed:
+    raise InputError("--experts mxfp4: the source's experts are bfloat16 and packing is not supported; use as-stored")
+  config = dataclasses.replace(stored, packed_modules=tuple(m for m in packed if not (decode and m == "experts")))
+  scan = options.scan if options.scan is not None else _folds(config)
+  form = mapping.StoredForm(
+    prefix=storage.text_prefix(source), packed_modules=packed, a_log_shape=_a_log_shape(source, config)
+  )
+  leaves = mapping.leaves(config, form, scan=scan)
+  mapping.compare(leaves, storage.text_tensors(source))
+  return Plan(
+      config=config, form=form, scan=scan, experts="bf16" if decode else "as-stored", dense=options.dense,
+      leaves=leaves, fingerprint=fingerprint(source),
+  )  # fmt: skip
+
+
+def fingerprint(source: Source) -> str:
+  """Digest of config.json and of every tensor's name, dtype, shape and place. The data itself is not read."""
+  digest = hashlib.sha256(source.config_bytes)
+  for name in sorted(source.tensors):
+    tensor = source.tensors[name]
+    digest.update(f"\n{name}\0{tensor.dtype}\0{tensor.shape}\0{tensor.shard}\0{tensor.offset}".encode())
+  return digest.hexdigest()
+
+
+def leaf_bytes(leaf: mapping.Leaf) -> int:
+  """Size of a leaf."""
+  return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+
+
+def summary(plan: Plan) -> str:
+  """What --dry-run prints: the plan in a few lines."""
+  by_dtype = collections.Counter()
+  for leaf in plan.leaves:
+    by_dtype[leaf.dtype] += leaf_bytes(leaf)
+  c, kda = plan.config, len(plan.config.kda_layers)
+  sizes = ", ".join(f"{dtype} {_human(nbytes)}" for dtype, nbytes in sorted(by_dtype.items()))
+  lines = {
+    "layers": f"{c.num_layers}: {kda} KDA, {c.num_layers - kda} MLA, {sum(c.moe_layers)} with {c.num_experts} experts",
+    "parameters": f"{plan.num_parameters:,}",
+    "packed": ", ".join(c.packed_modules) or "nothing",
+    "float32": ", ".join(c.float32_leaves),
+    "experts": "decoded to bfloat16" if plan.experts == "bf16" else plan.experts,
+    "scan": _fold_summary(plan),
+    "leaves": f"{len(plan.leaves)} from {sum(len(leaf.pieces) for leaf in plan.leaves):,} pieces",
+    "bytes": f"{plan.nbytes:,} ({sizes})",
+    "source": plan.fingerprint,
+  }
+  return "\n".join(f"{name:<11}{value}" for name, value in lines.items())
+
+
+def _human(nbytes: int) -> str:
+  size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+  while size >= 1024 and len(units) > 1:
+    size /= 1024
+    units.pop(0)
+  return f"{size:.4g} {units[0]}"
+
+
+def _fold_summary(plan: Plan) -> str:
+  if not plan.scan:
+    return "no"
+  fold = layout.fold(plan.config)
+  return f"{fold.num_lead} leading layers, {fold.num_blocks} blocks of {layout.BLOCK_LAYERS}, tail of {fold.num_tail}"
+
+
+def _check_choices(options: Options) -> None:
+  for flag, value, choices in (("experts", options.experts, EXPERT_CHOICES), ("dense", options.dense, DENSE_CHOICES)):
+    if value not in choices:
+      raise InputError(f"--{flag} {value}: unknown, expected one of {', '.join(choices)}")
+    if value == "fp8-block":
+      raise InputError(f"--{flag} fp8-block: not yet supported; use --{flag} as-stored")
+
+
+def _folds(config: KimiK3Config) -> bool:
+  try:
+    layout.fold(config)
+  except InputError:
+    return False
+  return True
+
+
+def _a_log_shape(source: Source, config: KimiK3Config) -> mapping.Shape:
+  """The known form that most A_log tensors have, or the release's padded vector when none is in a known one."""
+  heads, padded = config.kda_num_heads, max(config.kda_head_dim, config.kda_num_heads)
+  known = ((padded,), (1, 1, heads, 1), (heads,))
+  suffix = storage.FLOAT32_SUFFIXES["A_log"]
+  shapes = (tensor.shape for name, tensor in source.tensors.items() if name.endswith(suffix))
+  common = collections.Counter(shape for shape in shapes if shape in known).most_common(1)
+  return common[0][0] if common else known[0]
+
+
+def _num_weights(leaf: mapping.Leaf) -> int:
+  if leaf.transform is mapping.Transform.SCALES:
+    return 0
+  return math.prod(leaf.shape) * (2 if leaf.dtype == "uint8" else 1)

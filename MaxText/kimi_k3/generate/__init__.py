@@ -1,0 +1,1 @@
+"""Generation: sampling, lengths, the decode loop."""

@@ -1,0 +1,168 @@
+"""The decode loop: rows wait for slots, slots decode together, a finished row makes room for the next."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from kimi_k3.generate.clock import CompileClock
+from kimi_k3.generate.lengths import bucket
+from kimi_k3.generate.sampling import Sampler
+
+
+class SlotEngine(Protocol):
+  """What the loop needs of an engine."""
+
+  @property
+  def num_slots(self) -> int:
+    """Rows that decode at the same time."""
+    ...
+
+  def prefill(self, slot: int, tokens: np.ndarray, true_length: int) -> Any:
+    """Runs a padded prompt into a slot; logits [X] of its next token."""
+    ...
+
+  def step(self, tokens: np.ndarray) -> Any:
+    """Feeds one token a slot; logits [B, X] of the next ones."""
+    ...
+
+
+@dataclasses.dataclass
+class Row:
+  """One prompt and what has come of it. `finish_reason` is None while it is not done."""
+
+  index: int
+  prompt_ids: list[int]
+  ids: list[int] = dataclasses.field(default_factory=list)
+  finish_reason: str | None = None
+  error: str | None = None
+
+
+@dataclasses.dataclass
+class Timing:
+  """Seconds, with compiling apart.
+
+  Attributes:
+    first_token: Of each row, from the start of its prefill to its first token.
+    steps: Of each decoding step.
+    step_tokens: Tokens that the steps gave to rows.
+    compiling: Tracing, lowering and compiling, in none of the above.
+  """
+
+  first_token: list[float] = dataclasses.field(default_factory=list)
+  steps: list[float] = dataclasses.field(default_factory=list)
+  step_tokens: int = 0
+  compiling: float = 0.0
+
+  def summary(self) -> str:
+    """Returns one line: time to first token, decoding speed, compile time."""
+    first = f"time to first token {np.median(self.first_token) * 1e3:.1f} ms (median)" if self.first_token else "no token"
+    if self.steps:
+      speed = f"{self.step_tokens / sum(self.steps):.1f} tok/s ({np.median(self.steps) * 1e3:.1f} ms a step, median)"
+    else:
+      speed = "0.0 tok/s (no decoding step)"
+    return f"{first}, {speed}, compile {self.compiling:.1f} s apart"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """What to generate.
+
+  Attributes:
+    max_new_tokens: At most, for each row.
+    stop_id: The token that ends a row; None: none does.
+    sampler: How tokens are chosen.
+    max_prompt: Longest padded prompt the engine takes.
+  """
+
+  max_new_tokens: int
+  stop_id: int | None
+  sampler: Sampler
+  max_prompt: int
+
+
+def generate(
+    engine: SlotEngine,
+    prompts: Sequence[Sequence[int]],
+    request: Request,
+    *,
+    clock: CompileClock,
+    on_finished: Callable[[Row], None] = lambda row: None,
+) -> tuple[list[Row], Timing]:
+  """Returns every prompt's row, in input order, and how long it took.
+
+  Args:
+    engine: Holds the model and the slots' caches.
+    prompts: Token ids, of any lengths and number.
+    request: What to generate.
+    clock: Tells compiling from running.
+    on_finished: Called with each row as it ends.
+  """
+  rows = [Row(i, list(prompt)) for i, prompt in enumerate(prompts)]
+  waiting, timing = deque(rows), Timing()
+  slots: list[Row | None] = [None] * engine.num_slots
+
+  def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.perf_counter()
+    result = work()
+    end = time.perf_counter()
+    compiling = clock.compiling(start, end)
+    timing.compiling += compiling
+    return result, end - start - compiling
+
+  while waiting or any(slots):
+    for slot, held in enumerate(slots):
+      if held is None and waiting:
+        row = waiting.popleft()
+        _, seconds = timed(lambda slot=slot, row=row: _prefill(engine, slot, row, request))
+        timing.first_token.append(seconds)
+        slots[slot] = _unless_finished(row, on_finished)
+    active = [row for row in slots if row is not None]
+    if active:
+      _, seconds = timed(lambda: _step(engine, slots, request))
+      timing.steps.append(seconds)
+      timing.step_tokens += len(active)
+      slots = [None if row is None else _unless_finished(row, on_finished) for row in slots]
+  return rows, timing
+
+
+def _prefill(engine: SlotEngine, slot: int, row: Row, request: Request) -> None:
+  n = len(row.prompt_ids)
+  tokens = np.zeros(bucket(n, request.max_prompt), np.int32)
+  tokens[:n] = row.prompt_ids
+  logits = engine.prefill(slot, tokens, n)
+  token, finite = request.sampler(logits[None], np.array([row.index]), np.array([0]))
+  _append(row, int(token[0]), bool(finite[0]), request)
+
+
+def _step(engine: SlotEngine, slots: Sequence[Row | None], request: Request) -> None:
+  logits = engine.step(np.array([0 if row is None else row.ids[-1] for row in slots]))
+  numbers = np.array([0 if row is None else row.index for row in slots])
+  steps = np.array([0 if row is None else len(row.ids) for row in slots])
+  tokens, finite = (np.asarray(x) for x in request.sampler(logits, numbers, steps))
+  for slot, row in enumerate(slots):
+    if row is not None:
+      _append(row, int(tokens[slot]), bool(finite[slot]), request)
+
+
+def _append(row: Row, token: int, finite: bool, request: Request) -> None:
+  if not finite:
+    row.finish_reason, row.error = "error", f"logits of new token {len(row.ids)} are not finite"
+    return
+  row.ids.append(token)
+  if token == request.stop_id:
+    row.finish_reason = "stop"
+  elif len(row.ids) >= request.max_new_tokens:
+    row.finish_reason = "length"
+
+
+def _unless_finished(row: Row, on_finished: Callable[[Row], None]) -> Row | None:
+  if row.finish_reason is None:
+    return row
+  on_finished(row)
+  return None

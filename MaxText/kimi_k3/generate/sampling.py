@@ -1,0 +1,55 @@
+"""Choosing tokens: the largest logit, or a draw that depends on the seed, the row and the step alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kimi_k3.errors import InputError
+
+GREEDY = "greedy"
+WEIGHTED = "weighted"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+  """How tokens are drawn.
+
+  Attributes:
+    strategy: "greedy", or "weighted" by the softmax at a temperature. MaxText's names.
+    temperature: Divides the logits.
+    seed: A row's draws depend on this, its number and the step, not on its slot or its neighbours.
+  """
+
+  strategy: str
+  temperature: float
+  seed: int
+
+  def __post_init__(self) -> None:
+    if self.strategy not in (GREEDY, WEIGHTED):
+      raise InputError(f"decode_sampling_strategy is {self.strategy!r}, expected {GREEDY!r} or {WEIGHTED!r}")
+    if self.strategy == WEIGHTED and not self.temperature > 0:
+      raise InputError(f"decode_sampling_temperature is {self.temperature}, expected a positive number")
+
+  def __call__(
+      self, logits: Float[Array, "B X"], rows: Int[Array, " B"], steps: Int[Array, " B"]
+  ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """Returns a token for each row, and whether the row's logits were finite: if not, the token means nothing."""
+    return _sample(self, logits, jnp.asarray(rows, jnp.int32), jnp.asarray(steps, jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sample(sampler: Sampler, logits, rows, steps):
+  finite = jnp.isfinite(logits).all(axis=-1)
+  if sampler.strategy == GREEDY:
+    return jnp.argmax(logits, axis=-1), finite
+
+  def draw(row_logits, row, step):
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(sampler.seed), row), step)
+    return jax.random.categorical(key, row_logits.astype(jnp.float32) / sampler.temperature)
+
+  return jax.vmap(draw)(logits, rows, steps), finite

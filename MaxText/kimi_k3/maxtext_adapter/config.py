@@ -1,0 +1,170 @@
+"""MaxText's config class with the fields of this family, and the rules MaxText does not check for us."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+import pydantic
+from maxtext.common.common_types import DecoderBlockType
+from maxtext.configs import types
+
+from kimi_k3.config import ComputeConfig, KimiK3Config
+from kimi_k3.errors import InputError
+from kimi_k3.maxtext_keys import DECODER_BLOCK, from_maxtext
+from kimi_k3.sharding import check_rules
+
+ModelNames = Literal["kimi-k3", "kimi-linear-48b-a3b", "kimi-k3-tiny"]
+MODEL_NAMES: tuple[str, ...] = get_args(ModelNames)
+
+TOKENIZERS = {
+    "kimi-k3": "moonshotai/Kimi-K3",
+    "kimi-linear-48b-a3b": "moonshotai/Kimi-Linear-48B-A3B-Instruct",
+    "kimi-k3-tiny": "moonshotai/Kimi-K3",
+}
+
+
+class KimiMaxTextConfig(types.MaxTextConfig):
+  """MaxTextConfig plus what Kimi K3 needs. Other models go through it unchanged: their new fields stay None."""
+
+  # Looked up when a config is read, so that it does not matter whether register() ran before this class was made.
+  decoder_block: Annotated[DecoderBlockType, pydantic.PlainValidator(lambda name: DecoderBlockType(name))] = pydantic.Field(
+      DecoderBlockType.LLAMA2, description="The layers of the decoder."
+  )
+  model_name: types.ModelName | ModelNames = pydantic.Field("default", description="Name of the model's YAML.")
+  expert_latent_dim: int | None = pydantic.Field(None, description="Width of the experts' latent; null: no latent.")
+  latent_moe_use_norm: bool | None = pydantic.Field(None, description="RMSNorm on the sum of the routed experts.")
+  moe_layer_freq: int | None = pydantic.Field(None, description="Every n-th layer past the dense ones has experts.")
+  moe_renormalize: bool | None = pydantic.Field(None, description="Divide the chosen scores by their sum.")
+  router_activation: str | None = pydantic.Field(None, description="'sigmoid'.")
+  topk_method: str | None = pydantic.Field(None, description="'noaux_tc': the bias takes part in the choice only.")
+  num_expert_group: int | None = pydantic.Field(None, description="1.")
+  topk_group: int | None = pydantic.Field(None, description="1.")
+  use_grouped_topk: bool | None = pydantic.Field(None, description="Without effect while there is one group.")
+  mla_use_nope: bool | None = pydantic.Field(None, description="True: nothing is rotated.")
+  mla_use_output_gate: bool | None = pydantic.Field(None, description="sigmoid(g_proj h) on the attention's output.")
+  kda_num_heads: int | None = pydantic.Field(None, description="KDA heads.")
+  kda_head_dim: int | None = pydantic.Field(None, description="Key and value channels of a KDA head.")
+  kda_conv_width: int | None = pydantic.Field(None, description="Taps of the short convolutions.")
+  kda_gate_lower_bound: float | None = pydantic.Field(None, description="Most negative log decay; null: softplus gate.")
+  kda_full_rank_gate: bool | None = pydantic.Field(None, description="Output gate g_proj instead of g_a, g_b.")
+  kda_layers: list[int] | None = pydantic.Field(None, description="1-based numbers of the KDA layers.")
+  full_attention_layers: list[int] | None = pydantic.Field(None, description="1-based numbers of the MLA layers.")
+  attn_res_block_size: int | None = pydantic.Field(None, description="Layers between AttnRes snapshots; null: none.")
+  hidden_act: str | None = pydantic.Field(None, description="'situ' or 'silu'.")
+  situ_beta: float | None = pydantic.Field(None, description="Bound of SiTU's gate branch.")
+  situ_linear_beta: float | None = pydantic.Field(None, description="Bound of SiTU's linear branch; null: none.")
+  bos_token_id: int | None = pydantic.Field(None, description="Start of a document.")
+  eos_token_id: int | None = pydantic.Field(None, description="The token that ends generation.")
+  pad_token_id: int | None = pydantic.Field(None, description="Padding.")
+  packed_modules: list[str] | None = pydantic.Field(None, description="Modules whose matrices are stored in MXFP4.")
+  float32_leaves: list[str] | None = pydantic.Field(None, description="Kinds of leaves stored in float32.")
+  kda_implementation: Literal["portable", "tokamax_xla_chunked", "tokamax_mosaic"] = pydantic.Field(
+      "portable", description="Chunked KDA, by name: never chosen by a failure of another."
+  )
+  expert_implementation: Literal["portable"] = pydantic.Field("portable", description="Routed experts, by name.")
+  decode_sampling_seed: int = pydantic.Field(0, description="Of the draws when decode_sampling_strategy is weighted.")
+
+  @pydantic.model_validator(mode="before")
+  @classmethod
+  def refuse_parallelism(cls, data: Any) -> Any:
+    """Names the axes this model cannot be cut along, before MaxText computes with them."""
+    if isinstance(data, dict) and data.get("decoder_block") == DECODER_BLOCK:
+      given = [f"{kind}_{axis}_parallelism" for kind in ("ici", "dcn") for axis in _NOT_SUPPORTED_PARALLELISM]
+      if faults := [f"{key} is {data[key]}" for key in given if data.get(key, 1) not in (1, None)]:
+        raise ValueError(f"{'; '.join(faults)}: not supported by this model, set it to 1")
+    return data
+
+  @pydantic.model_validator(mode="after")
+  def check_kimi(self) -> KimiMaxTextConfig:
+    """Refuses what would be computed wrongly or ignored in silence. A model of another family is left alone."""
+    if self.decoder_block.value != DECODER_BLOCK:
+      if self.model_name in MODEL_NAMES:
+        raise ValueError(
+            f"model_name is {self.model_name}, but its YAML was not found: decoder_block is {self.decoder_block.value}"
+        )
+      return self
+    try:
+      architecture(self)
+      check_rules(name for name, _ in self.logical_axis_rules)
+    except InputError as error:
+      raise ValueError(str(error)) from error
+    faults = [*_unsupported(self), *_mesh_faults(self)]
+    if faults:
+      raise ValueError("; ".join(faults))
+    return self
+
+
+def architecture(config: Any) -> KimiK3Config:
+  """Returns our frozen config, from MaxText's HyperParameters or from the pydantic object behind it."""
+  pydantic_config = getattr(config, "_pydantic_config", config)
+  return from_maxtext({name: getattr(pydantic_config, name) for name in type(pydantic_config).model_fields})
+
+
+def compute_config(config: Any) -> ComputeConfig:
+  """Returns how to compute, from MaxText's HyperParameters."""
+  return ComputeConfig(
+      dtype=config.dtype,
+      weight_dtype=config.weight_dtype,
+      precision=str(getattr(config.matmul_precision, "value", config.matmul_precision)),
+      kda_implementation=config.kda_implementation,
+      expert_implementation=config.expert_implementation,
+  )
+
+
+# Switches of MaxText that would be parsed and ignored by this model, or mean something else: (key, the only value).
+_ONLY = {
+    "global_parameter_scale": 1,
+    "attention_type": "mla",
+    "mla_naive_kvcache": False,
+    "use_mla_absorbed_mqa": False,
+    "use_multimodal": False,
+    "use_audio": False,
+    "quantization": "",
+    "quantize_kvcache": False,
+    "use_indexer": False,
+    "stack_prefill_result_cache": False,
+    "enable_dropout": False,
+    "use_untrainable_positional_embedding": False,
+    "trainable_position_size": -1,
+    "final_logits_soft_cap": None,
+    "attn_logits_soft_cap": None,
+    "normalize_embedding_logits": True,
+    "fused_qkv": False,
+    "fused_mlp": False,
+    "use_qk_norm": False,
+    "use_qk_clip": False,
+    "param_scan_axis": 0,
+    "mhc_expansion_rate": 1,
+    "engram_layers": [],
+    "enable_prefix_caching": False,
+}
+
+_NOT_SUPPORTED_PARALLELISM = (
+    "pipeline", "context", "context_usp_ulysses", "context_autoregressive", "sequence", "tensor_sequence", "diloco",
+)  # fmt: skip
+
+
+def _unsupported(config: KimiMaxTextConfig):
+  fields = type(config).model_fields
+  for key, only in _ONLY.items():
+    if key not in fields:
+      continue
+    value = getattr(config, key)
+    value = getattr(value, "value", value)
+    if value != only and (value or only):
+      yield f"{key} is {value!r}: this model supports {only!r} only"
+  if config.original_max_position_embeddings != config.max_position_embeddings:
+    yield "original_max_position_embeddings differs from max_position_embeddings: this model scales nothing by length"
+
+
+def _mesh_faults(config: KimiMaxTextConfig):
+  """Sizes that the mesh would have to cut unevenly. An automatic size (-1) is checked when the mesh is made."""
+  tensor, expert = (
+      getattr(config, f"ici_{axis}_parallelism") * max(1, getattr(config, f"dcn_{axis}_parallelism"))
+      for axis in ("tensor", "expert")
+  )
+  for key in ("base_num_query_heads", "kda_num_heads"):
+    if tensor > 1 and getattr(config, key) % tensor:
+      yield f"{key} is {getattr(config, key)}, which tensor parallelism of {tensor} does not divide"
+  if expert > 1 and config.num_experts % expert:
+    yield f"num_experts is {config.num_experts}, which expert parallelism of {expert} does not divide"

@@ -1,0 +1,131 @@
+"""Gated NoPE MLA on MaxText's MLA: its projections, latent cache and prefill attention; our decode attention.
+
+Nothing is rotated: the 64-wide part of a key is a plain tail shared by the heads. Prefill materialises keys and values;
+decode folds kv_b into query and output and reads only the 576 cached elements a token, where they lie.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+from maxtext.common.common_types import (
+    DECODING_ACTIVE_SEQUENCE_INDICATOR,
+    MODEL_MODE_AUTOREGRESSIVE,
+    MODEL_MODE_TRAIN,
+    AttentionType,
+)
+from maxtext.layers import attention_mla
+from maxtext.utils import max_utils
+
+from kimi_k3.config import ComputeConfig, KimiK3Config
+from kimi_k3.linear import Linear
+from kimi_k3.mla import CachedLatents, absorbed_attention
+from kimi_k3.sharding import EMBED_ATTN, HEAD_DIM, HEADS
+
+INNER_EPS = 1e-6  # of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps is
+
+
+class KimiMLA(attention_mla.MLA):
+  """MLA without rotation, with an optional output gate: out = o_proj(attention * sigmoid(g_proj h))."""
+
+  def __init__(
+      self, upstream: Any, config: KimiK3Config, compute: ComputeConfig, mesh: Any, model_mode: str, rngs: nnx.Rngs
+  ):
+    batch, length = max_utils.get_batch_seq_len_for_mode(upstream, model_mode)
+    shape = (batch, length, config.hidden_size)
+    super().__init__(
+        config=upstream,
+        num_query_heads=config.num_heads,
+        num_kv_heads=config.num_heads,
+        head_dim=config.qk_nope_head_dim + config.qk_rope_head_dim,
+        max_target_length=upstream.max_target_length,
+        max_prefill_predict_length=upstream.max_prefill_predict_length,
+        mesh=mesh,
+        attention_kernel=upstream.attention,
+        attention_type=AttentionType.MLA,
+        inputs_q_shape=shape,
+        inputs_kv_shape=shape,
+        dtype=upstream.dtype,
+        weight_dtype=upstream.weight_dtype,
+        float32_qk_product=upstream.float32_qk_product,
+        float32_logits=upstream.float32_logits,
+        q_lora_rank=config.q_lora_rank or 0,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_nope_head_dim=config.qk_nope_head_dim,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        original_max_position_embeddings=config.max_position_embeddings,  # equal: softmax scale without mscale
+        model_mode=model_mode,
+        rngs=rngs,
+    )
+    self.kv_norm.epsilon = INNER_EPS
+    if config.q_lora_rank:
+      self.q_norm.epsilon = INNER_EPS
+    if config.mla_use_output_gate:
+      self.gate = Linear(
+          (config.hidden_size,),
+          (config.num_heads, config.v_head_dim),
+          axes=(EMBED_ATTN, HEADS, HEAD_DIM),
+          compute=compute,
+          rngs=rngs,
+      )
+    self.has_gate = config.mla_use_output_gate
+
+  def init_rotary_embedding(self):
+    """There is none."""
+    return None
+
+  def apply_rotary_embedding(self, inputs, inputs_positions=None, rope_kwargs=None):
+    """Returns `inputs` as they are: NoPE."""
+    del inputs_positions, rope_kwargs
+    return inputs
+
+  def __call__(
+      self,
+      x: Float[Array, "B T D"],
+      *,
+      positions: Array,
+      segment_ids: Array | None,
+      model_mode: str,
+      deterministic: bool,
+      previous_chunk: Array | None,
+  ) -> Float[Array, "B T D"]:
+    """Returns the gated attention output and moves the latent cache on."""
+    del deterministic  # there is no dropout inside
+    if model_mode == MODEL_MODE_AUTOREGRESSIVE:
+      out = self._decode(x, positions)
+    else:
+      out = self._materialised(x, positions, segment_ids, model_mode, previous_chunk)
+    if self.has_gate:
+      out = out * jax.nn.sigmoid(self.gate(x))
+    return self.out_projection(out)
+
+  def _materialised(self, x, positions, segment_ids, model_mode, previous_chunk):
+    """Keys and values of every head, through MaxText's attention op. [B, T, H, V]"""
+    if segment_ids is None and model_mode != MODEL_MODE_TRAIN:
+      segment_ids = jnp.full(x.shape[:2], DECODING_ACTIVE_SEQUENCE_INDICATOR, jnp.int32)
+    query, _ = self.mla_query_projection(x, positions, model_mode)
+    key, value, cached = self.mla_kv_projection(x, positions, segment_ids, model_mode, previous_chunk)
+    return self.attention_op(query, key, value, segment_ids, positions, model_mode, cached)
+
+  def _decode(self, x, positions):
+    """One token a row against the cached latents. [B, 1, H, V]"""
+    query, _ = self.mla_query_projection(x, positions, MODEL_MODE_AUTOREGRESSIVE)  # scaled, [B, 1, H, N + R]
+    nope, tail = jnp.split(query, [self.qk_nope_head_dim], axis=-1)
+    latent, new_tail = jnp.split(self.wkv_a(x), [self.kv_lora_rank], axis=-1)
+    prefill, generated = self.MlaKVCache_0(
+        self.kv_norm(latent), new_tail[:, :, None], None, MODEL_MODE_AUTOREGRESSIVE
+    )
+    parts = [_cached(*part[:3]) for part in (prefill, generated)]
+    to_key, to_value = self._absorbed_weights(self.dtype)
+    return absorbed_attention(nope, tail, to_key, to_value, parts, precision=self.config.matmul_precision)
+
+
+def _cached(latent: Float[Array, "B S C"], tail: Float[Array, "B S 1 R"], segment_ids: Array) -> CachedLatents:
+  visible: Bool[Array, "B S"] = segment_ids == DECODING_ACTIVE_SEQUENCE_INDICATOR
+  return CachedLatents(latent, tail[:, :, 0], visible)

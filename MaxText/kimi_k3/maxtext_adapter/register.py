@@ -1,0 +1,209 @@
+"""The one file that patches MaxText: it makes `decoder_block: kimi_k3` known, and nothing else changes.
+
+`register()` checks the version and every seam before it touches any. Importing this module touches none.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib.metadata
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from kimi_k3.errors import InputError
+from kimi_k3.maxtext_adapter.quiet import quiet
+from kimi_k3.maxtext_keys import DECODER_BLOCK, REQUIRED_KEYS
+
+SUPPORTED_VERSIONS = ("0.2.5",)
+_ENUM_NAME = "KIMI_K3"
+_MARK = "_kimi_k3"  # set on what we put in place, so that a second register() finds it
+
+
+def register() -> None:
+  """Makes MaxText build this model from a config with `decoder_block: kimi_k3`. Calling it again does nothing.
+
+  Raises:
+    InputError: if MaxText is missing or of a version this was not tested with.
+    RuntimeError: if a seam is not where the tested version has it. Nothing has been changed then.
+  """
+  check_version()
+  with quiet():
+    _register()
+
+
+def _register() -> None:
+  from maxtext.common import common_types
+  from maxtext.configs import pyconfig, types
+  from maxtext.layers import nnx_decoders
+  from maxtext.models import models
+  from maxtext.utils import globals as maxtext_globals
+
+  if getattr(models.NNXDecoder, _MARK, False):
+    return
+  block_types = common_types.DecoderBlockType
+  readers = [
+      getattr(pyconfig, name)
+      for name in ("initialize", "initialize_pydantic", "_initialize_pydantic", "_prepare_for_pydantic")
+  ]
+  _assert_seams(block_types, readers, types.MaxTextConfig, models, nnx_decoders, pyconfig)
+
+  member = _extend_enum(block_types, _ENUM_NAME, DECODER_BLOCK)
+  from kimi_k3.maxtext_adapter.config import TOKENIZERS, KimiMaxTextConfig
+
+  for reader in readers:
+    reader.__defaults__ = tuple(KimiMaxTextConfig if d is types.MaxTextConfig else d for d in reader.__defaults__)
+  pyconfig._initialize_pydantic = _with_our_models(pyconfig, KimiMaxTextConfig)
+  maxtext_globals.HF_IDS.update(TOKENIZERS)
+  models.NNXDecoder = _decoder_by_block(nnx_decoders.NNXDecoder, member)
+
+
+def register_engine() -> None:
+  """Makes MaxEngine usable where JetStream is absent: MaxText's stand-in result is no pytree, which jit needs."""
+  register()
+  import jax
+
+  with quiet():
+    from maxtext.inference.maxengine import maxengine
+
+  results = maxengine.engine_api.ResultTokens
+  if not getattr(maxengine.engine_api, "_IS_STUB", False) or getattr(results, _MARK, False):
+    return
+  static = ("tokens_idx", "valid_idx", "length_idx", "samples_per_slot")
+  jax.tree_util.register_pytree_node(
+      results,
+      lambda r: ((r.data, r.log_prob), tuple(getattr(r, name) for name in static)),
+      lambda aux, children: results(data=children[0], log_prob=children[1], **dict(zip(static, aux, strict=True))),
+  )
+  setattr(results, _MARK, True)
+
+
+def check_version() -> None:
+  """Raises InputError unless the installed MaxText is one this was tested with."""
+  supported = " or ".join(SUPPORTED_VERSIONS)
+  try:
+    found = importlib.metadata.version("maxtext")
+  except importlib.metadata.PackageNotFoundError as error:
+    raise InputError(f"maxtext is not installed; install maxtext=={supported}") from error
+  if found not in SUPPORTED_VERSIONS:
+    raise InputError(f"maxtext {found} is installed, this package is tested with {supported}: install maxtext=={supported}")
+
+
+def _assert_seams(block_types, readers, config_class, models, nnx_decoders, pyconfig) -> None:
+  faults = []
+  if not (issubclass(block_types, enum.Enum) and "DEFAULT" in block_types.__members__):
+    faults.append("common_types.DecoderBlockType is no enum")
+  faults += [
+      f"pyconfig.{r.__name__} has no default config class" for r in readers if config_class not in (r.__defaults__ or ())
+  ]
+  if models.NNXDecoder is not nnx_decoders.NNXDecoder:
+    faults.append("models.NNXDecoder is not nnx_decoders.NNXDecoder")
+  methods = ("_init_decoder_layers", "_apply_embedding", "apply_output_head", "get_remat_policy", "get_norm_layer")
+  faults += [f"NNXDecoder.{m} is missing" for m in methods if not hasattr(nnx_decoders.NNXDecoder, m)]
+  helpers = ("_resolve_or_infer_config", "_load_config")
+  faults += [f"pyconfig.{h} is missing" for h in helpers if not hasattr(pyconfig, h)]
+  if faults:
+    raise RuntimeError(f"MaxText's seams have moved: {'; '.join(faults)}")
+
+
+def _extend_enum(cls: type[enum.Enum], name: str, value: str) -> enum.Enum:
+  """Adds a member to an enum that has no public way to do so."""
+  mixin = str if issubclass(cls, str) else object
+  member = str.__new__(cls, value) if mixin is str else object.__new__(cls)
+  member._name_, member._value_, member.__objclass__ = name, value, cls
+  member._sort_order_ = len(cls._member_names_)
+  cls._member_names_.append(name)
+  cls._member_map_[name] = member
+  cls._value2member_map_[value] = member
+  type.__setattr__(cls, name, member)
+  return member
+
+
+def _decoder_by_block(upstream: type, member: enum.Enum) -> Callable[..., Any]:
+  """A constructor that makes our decoder for our block and upstream's for any other."""
+
+  @functools.wraps(upstream, updated=())
+  def make_decoder(*args: Any, **kwargs: Any) -> Any:
+    config = kwargs["config"] if "config" in kwargs else args[0]
+    if config.decoder_block is not member:
+      return upstream(*args, **kwargs)
+    from kimi_k3.maxtext_adapter.decoder import KimiDecoder
+
+    return KimiDecoder(*args, **kwargs)
+
+  setattr(make_decoder, _MARK, True)
+  return make_decoder
+
+
+def _with_our_models(pyconfig: Any, config_class: type) -> Callable[..., Any]:
+  """MaxText's reader, which also finds our model files, and resolves a checkpoint's path beside its config."""
+  upstream = pyconfig._initialize_pydantic
+
+  @functools.wraps(upstream)
+  def initialize(argv: list[str] | None = None, config_class: type = config_class, **kwargs: Any) -> Any:
+    return upstream(argv, config_class, **_extra_settings(pyconfig, argv, kwargs), **kwargs)
+
+  return initialize
+
+
+def _extra_settings(pyconfig: Any, argv: list[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+  """Settings that MaxText would not find by itself: the model's YAML from our package, an absolute checkpoint path.
+
+  Raises:
+    ValueError: for a model of ours whose YAML is nowhere, that lacks a key, or that the command line contradicts.
+  """
+  import omegaconf
+
+  path, arguments = pyconfig._resolve_or_infer_config(argv, **kwargs)
+  given = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.from_cli(arguments)) | kwargs
+  own = own_settings(pathlib.Path(path))
+  name = given.get("model_name", own.get("model_name", "default"))
+  model, found_by_maxtext = _model_settings(pathlib.Path(path), name)
+  known = own | model | given
+  if known.get("decoder_block") != DECODER_BLOCK:
+    return {}
+  if missing := sorted(REQUIRED_KEYS - set(known)):
+    raise ValueError(f"{path} with model_name {name}: missing {', '.join(missing)}: MaxText's own defaults would be used")
+  extra = {} if found_by_maxtext else _without_contradictions(model, given, bool(known.get("override_model_config")))
+  checkpoint = own.get("load_parameters_path")
+  if checkpoint and "load_parameters_path" not in given and "://" not in checkpoint:
+    extra["load_parameters_path"] = str(pathlib.Path(path).resolve().parent / checkpoint)
+  return extra
+
+
+def own_settings(path: pathlib.Path) -> dict[str, Any]:
+  """What a config file and its bases say, without MaxText's own files, whose defaults are another model's."""
+  import omegaconf
+  from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
+
+  if pathlib.Path(MAXTEXT_CONFIGS_DIR).resolve() in path.resolve().parents or not path.is_file():
+    return {}
+  settings = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(path)) or {}
+  base = settings.pop("base_config", None)
+  return settings if base is None else own_settings(path.parent / base) | settings
+
+
+def _model_settings(path: pathlib.Path, name: str) -> tuple[dict[str, Any], bool]:
+  """The YAML of a model of ours, and whether MaxText's own search finds it. Empty for any other model."""
+  import omegaconf
+
+  from kimi_k3.maxtext_adapter.config import MODEL_NAMES
+  from kimi_k3.resources import configs_dir
+
+  if name not in MODEL_NAMES:
+    return {}, True
+  beside = [folder / "models" / f"{name}.yml" for folder in (path.parent, path.parent.parent)]
+  ours = configs_dir() / "models" / f"{name}.yml"
+  for file in (*beside, ours):
+    if file.is_file():
+      return omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(file)), file is not ours
+  raise ValueError(f"model_name is {name}, but {name}.yml is neither in {ours.parent} nor in models/ beside the config")
+
+
+def _without_contradictions(model: dict[str, Any], given: dict[str, Any], override: bool) -> dict[str, Any]:
+  """The model's settings without those given by the user, which must be the same unless overriding is on."""
+  twice = sorted(k for k in model if k in given and given[k] != model[k])
+  if twice and not override:
+    raise ValueError(f"{', '.join(twice)} given, but the model's YAML says otherwise: set override_model_config=true")
+  return {k: v for k, v in model.items() if k not in given}

@@ -1,0 +1,108 @@
+"""Reading a YAML config with command-line settings, in one clear line when something is wrong with it."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pydantic
+
+from kimi_k3.errors import InputError
+from kimi_k3.maxtext_adapter.quiet import quiet
+from kimi_k3.maxtext_adapter.register import own_settings, register
+from kimi_k3.maxtext_keys import DECODER_BLOCK
+
+_SETTING = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+
+# What a run of ours never needs of MaxText, and would trip over: run directories, the trainer's checkpoint manager.
+_DEFAULTS = {
+    "run_name": "kimi-k3",
+    "base_output_directory": "maxtext_output",
+    "enable_checkpointing": False,
+    "log_config": False,
+    "skip_jax_distributed_system": True,
+}
+
+
+def explicit_settings(path: str, settings: Sequence[str]) -> dict[str, Any]:
+  """Returns what the user said: the settings given and those of the config files that are not MaxText's own.
+
+  Raises:
+    InputError: if the file is missing or no YAML, or a setting is not key=value or is given twice.
+  """
+  import omegaconf
+  import yaml
+
+  if not pathlib.Path(path).is_file():
+    raise InputError(f"{path}: no such file; expected a YAML config such as the decode.yml that `kimi-k3 convert` writes")
+  faulty = [s for s in settings if not _SETTING.fullmatch(s)]
+  if faulty:
+    raise InputError(f"{' '.join(faulty)}: expected key=value after {path}")
+  names = [s.split("=", 1)[0] for s in settings]
+  if twice := sorted({n for n in names if names.count(n) > 1}):
+    raise InputError(f"{', '.join(twice)} given twice")
+  try:
+    given = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.from_cli(list(settings)))
+    return own_settings(pathlib.Path(path)) | given
+  except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException, TypeError) as error:
+    raise InputError(f"{path}: cannot be read as YAML: {_one_line(error)}") from error
+
+
+def read_config(path: str, settings: Sequence[str], **derived: Any) -> Any:
+  """Returns MaxText's HyperParameters of a config of this family.
+
+  Args:
+    path: A YAML file.
+    settings: key=value, which win over the file.
+    derived: Settings worked out by the caller, which must not contradict explicit ones.
+
+  Raises:
+    InputError: naming every key that is unknown, missing, of a wrong type or not supported.
+  """
+  register()
+  from maxtext.configs import pyconfig
+
+  explicit = explicit_settings(path, settings)
+  extra = {k: v for k, v in (_DEFAULTS | derived).items() if k not in explicit}
+  try:
+    with quiet():
+      config = pyconfig.HyperParameters(pyconfig._initialize_pydantic(["", path, *settings], **extra))
+  except pydantic.ValidationError as error:
+    raise InputError(f"{path}: {_validation_faults(error)}") from error
+  except (ValueError, TypeError, KeyError, AttributeError) as error:
+    raise InputError(f"{path}: {_key_fault(error)}") from error
+  if config.decoder_block.value != DECODER_BLOCK:
+    raise InputError(
+        f"{path}: decoder_block is {config.decoder_block.value}, expected {DECODER_BLOCK}: give model_name=kimi-k3 or use the "
+        "decode.yml of a converted checkpoint"
+    )
+  return config
+
+
+def _validation_faults(error: pydantic.ValidationError) -> str:
+  from kimi_k3.maxtext_adapter.config import MODEL_NAMES
+
+  faults = []
+  for fault in error.errors():
+    if fault["loc"][:1] == ("model_name",):  # MaxText's own message lists its hundred names, once for each way to match
+      faults.append(f"model_name is {fault['input']!r}: unknown; the models of this family are {', '.join(MODEL_NAMES)}")
+      continue
+    place = ".".join(str(part) for part in fault["loc"] if not str(part).startswith(("literal", "lax-or-strict")))
+    message = fault["msg"].removeprefix("Value error, ")
+    found = "" if not place or fault["type"] == "value_error" else f" (found {fault['input']!r})"
+    faults.append(f"{place + ': ' if place else ''}{message}{found}")
+  return "; ".join(dict.fromkeys(faults))
+
+
+def _key_fault(error: Exception) -> str:
+  """MaxText answers an unknown key with a list of all it knows; the key is what matters."""
+  text = _one_line(error)
+  unknown = re.match(r"'(\w+)' not in ", text)
+  return f"unknown key {unknown[1]}" if unknown else text
+
+
+def _one_line(error: BaseException) -> str:
+  return " ".join(str(error).split())
+

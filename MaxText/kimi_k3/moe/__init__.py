@@ -1,0 +1,1 @@
+"""The router, the routed experts, and the LatentMoE layer."""

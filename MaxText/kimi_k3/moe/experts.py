@@ -1,0 +1,123 @@
+"""The routed experts: weights in bf16 or MXFP4, and the portable way to multiply by the chosen ones.
+
+The portable implementation walks over tiles of rows that share an expert and holds one expert's weights decoded at a
+time. No array is ever as large as tokens x experts or as all experts decoded, whatever the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kimi_k3 import mxfp4_jax
+from kimi_k3.activations import gated_activation
+from kimi_k3.config import ComputeConfig, KimiK3Config
+from kimi_k3.linear import random_matrix, random_packed
+from kimi_k3.sharding import EXPERT, EXPERT_EMBED, EXPERT_MLP
+
+_MAX_TILE_ROWS = 128  # one MXU pass; more would only pad the experts with few rows
+
+ExpertFn = Callable[[Int[Array, ""], Float[Array, "rows L"]], Float[Array, "rows L"]]
+
+
+class _Tiles(NamedTuple):
+  """Rows sorted by expert, and where each expert's tiles begin."""
+
+  order_R: Array  # position in the flat (token, choice) list of each sorted row
+  first_row_E: Array
+  num_rows_E: Array
+  first_tile_E: Array
+  num_tiles: Array
+
+
+def apply_experts(
+    x: Float[Array, "N L"], ids: Int[Array, "N S"], weights: Float[Array, "N S"], num_experts: int, expert: ExpertFn
+) -> Float[Array, "N L"]:
+  """Returns the weighted sum of each token's chosen experts, in float32.
+
+  Args:
+    x: Input of the experts, compute dtype.
+    ids: Chosen experts of each token, all different.
+    weights: Combine weights, float32.
+    num_experts: E.
+    expert: (expert number, rows) -> that expert's float32 output of the rows.
+  """
+  tile_rows = min(_MAX_TILE_ROWS, x.shape[0])
+  tiles = _sort_into_tiles(ids, num_experts, tile_rows)
+  flat_weights_R = weights.reshape(-1)
+
+  def one_tile(carry):
+    tile, total = carry
+    e = jnp.searchsorted(tiles.first_tile_E, tile, side="right") - 1
+    row = (tile - tiles.first_tile_E[e]) * tile_rows + jnp.arange(tile_rows)
+    real = row < tiles.num_rows_E[e]
+    slot = tiles.order_R[jnp.where(real, tiles.first_row_E[e] + row, 0)]
+    token = slot // ids.shape[1]
+    y = expert(e, x[token]) * flat_weights_R[slot][:, None]
+    return tile + 1, total.at[token].add(jnp.where(real[:, None], y, 0.0))
+
+  start = (jnp.int32(0), jnp.zeros(x.shape, jnp.float32))
+  return jax.lax.while_loop(lambda carry: carry[0] < tiles.num_tiles, one_tile, start)[1]
+
+
+def _sort_into_tiles(ids: Int[Array, "N S"], num_experts: int, tile_rows: int) -> _Tiles:
+  flat = ids.reshape(-1)
+  num_rows_E = jnp.zeros((num_experts,), jnp.int32).at[flat].add(1)
+  num_tiles_E = -(-num_rows_E // tile_rows)
+  last_tile_E = jnp.cumsum(num_tiles_E)
+  first_row_E = jnp.cumsum(num_rows_E) - num_rows_E
+  return _Tiles(jnp.argsort(flat, stable=True), first_row_E, num_rows_E, last_tile_E - num_tiles_E, last_tile_E[-1])
+
+
+class Experts(nnx.Module):
+  """w2(act(w1 x, w3 x)) of the chosen experts. `w1`, `w3` [E, L, F] and `w2` [E, F, L], or the packed forms as stored."""
+
+  def __init__(self, config: KimiK3Config, compute: ComputeConfig, rngs: nnx.Rngs):
+    assert compute.expert_implementation == "portable", compute.expert_implementation
+    self.config, self.compute = config, compute
+    E, L, F = config.num_experts, config.expert_dim, config.expert_mlp_dim
+    into, out = (EXPERT, EXPERT_EMBED, EXPERT_MLP), (EXPERT, EXPERT_MLP, EXPERT_EMBED)
+    for name, shape, axes in (("w1", (E, L, F), into), ("w3", (E, L, F), into), ("w2", (E, F, L), out)):
+      if "experts" in config.packed_modules:
+        packed, scale = random_packed(rngs, (E, shape[2], shape[1]))
+        stored_axes = (axes[0], axes[2], axes[1])
+        setattr(self, f"{name}_packed", nnx.Param(packed, out_sharding=stored_axes))
+        setattr(self, f"{name}_scale", nnx.Param(scale, out_sharding=stored_axes))
+      else:
+        setattr(self, name, nnx.Param(random_matrix(rngs, shape, shape[1], compute.weight_dtype), out_sharding=axes))
+
+  def __call__(
+      self, x: Float[Array, "N L"], ids: Int[Array, "N S"], weights: Float[Array, "N S"]
+  ) -> Float[Array, "N L"]:
+    """Returns the weighted sum over each token's experts, in float32."""
+    return apply_experts(x, ids, weights, self.config.num_experts, self._expert)
+
+  def _expert(self, e: Int[Array, ""], rows: Float[Array, "rows L"]) -> Float[Array, "rows L"]:
+    gate, up = self._product("w1", e, rows), self._product("w3", e, rows)
+    hidden = gated_activation(self.config, gate, up).astype(self.compute.dtype)
+    return self._product("w2", e, hidden)
+
+  def _product(self, name: str, e: Int[Array, ""], rows: Float[Array, "rows I"]) -> Float[Array, "rows O"]:
+    """rows times one matrix of expert e, accumulated and returned in float32."""
+    dtype = self.compute.dtype
+    if "experts" in self.config.packed_modules:
+      packed, scale = (getattr(self, f"{name}_{part}")[...] for part in ("packed", "scale"))
+      weight, contract = mxfp4_jax.decode(_take(packed, e), _take(scale, e), dtype), ((1,), (1,))
+    else:
+      weight, contract = _take(getattr(self, name)[...], e).astype(dtype), ((1,), (0,))
+    return jax.lax.dot_general(
+        rows.astype(dtype),
+        weight,
+        (contract, ((), ())),
+        precision=self.compute.precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _take(stack: Array, e: Int[Array, ""]) -> Array:
+  return jax.lax.dynamic_index_in_dim(stack, e, keepdims=False)

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kimi_k3.convert import mapping, plan, storage
+from kimi_k3.convert.plan import Options
+from kimi_k3.errors import InputError
+
+# Typed out from docs/parameter-tree.md for k3-tiny: D 64, H 4, K = V 32, W 4; layer 1 is KDA with 16 packed experts of
+# L = F = 32 and shared experts of M = 64.
+K3_TINY_LAYER_1 = {
+  "input_norm.scale": ((64,), "bfloat16"),
+  "post_attention_norm.scale": ((64,), "bfloat16"),
+  "attention_res.norm": ((64,), "bfloat16"),
+  "attention_res.proj": ((64,), "bfloat16"),
+  "mlp_res.norm": ((64,), "bfloat16"),
+  "mlp_res.proj": ((64,), "bfloat16"),
+  "attention.q_proj.kernel": ((64, 4, 32), "bfloat16"),
+  "attention.k_proj.kernel": ((64, 4, 32), "bfloat16"),
+  "attention.v_proj.kernel": ((64, 4, 32), "bfloat16"),
+  "attention.q_conv": ((4, 4, 32), "float32"),
+  "attention.k_conv": ((4, 4, 32), "float32"),
+  "attention.v_conv": ((4, 4, 32), "float32"),
+  "attention.f_a_proj.kernel": ((64, 32), "bfloat16"),
+  "attention.f_b_proj.kernel": ((32, 4, 32), "bfloat16"),
+  "attention.A_log": ((4,), "float32"),
+  "attention.dt_bias": ((4, 32), "float32"),
+  "attention.b_proj.kernel": ((64, 4), "bfloat16"),
+  "attention.g_proj.kernel": ((64, 4, 32), "bfloat16"),
+  "attention.o_norm.scale": ((32,), "float32"),
+  "attention.o_proj.kernel": ((4, 32, 64), "bfloat16"),
+  "mlp.router.kernel": ((64, 16), "bfloat16"),
+  "mlp.router.bias": ((16,), "float32"),
+  "mlp.experts.w1_packed": ((16, 32, 16), "uint8"),
+  "mlp.experts.w1_scale": ((16, 32, 1), "uint8"),
+  "mlp.experts.w3_packed": ((16, 32, 16), "uint8"),
+  "mlp.experts.w3_scale": ((16, 32, 1), "uint8"),
+  "mlp.experts.w2_packed": ((16, 32, 16), "uint8"),
+  "mlp.experts.w2_scale": ((16, 32, 1), "uint8"),
+  "mlp.down_proj.kernel": ((64, 32), "bfloat16"),
+  "mlp.up_proj.kernel": ((32, 64), "bfloat16"),
+  "mlp.norm.scale": ((32,), "bfloat16"),
+  "mlp.shared_experts.gate_proj.kernel": ((64, 64), "bfloat16"),
+  "mlp.shared_experts.up_proj.kernel": ((64, 64), "bfloat16"),
+  "mlp.shared_experts.down_proj.kernel": ((64, 64), "bfloat16"),
+}
+# Layer 3 is MLA: Q 48, C 32, N 16, R 8, V 16.
+K3_TINY_MLA = {
+  "wq_a.kernel": ((64, 48), "bfloat16"),
+  "q_norm.scale": ((48,), "bfloat16"),
+  "wq_b.kernel": ((48, 4, 24), "bfloat16"),
+  "wkv_a.kernel": ((64, 40), "bfloat16"),
+  "kv_norm.scale": ((32,), "bfloat16"),
+  "wkv_b.kernel": ((32, 4, 32), "bfloat16"),
+  "gate.kernel": ((64, 4, 16), "bfloat16"),
+  "out.kernel": ((4, 16, 64), "bfloat16"),
+}
+K3_TINY_TOP = {
+  "token_embedder.embedding": ((256, 64), "bfloat16"),
+  "decoder.decoder_norm.scale": ((64,), "bfloat16"),
+  "decoder.logits_dense.kernel": ((64, 256), "bfloat16"),
+  "decoder.output_res.norm": ((64,), "bfloat16"),
+  "decoder.output_res.proj": ((64,), "bfloat16"),
+}
+
+
+def tree(source, **options) -> dict:
+  planned = plan.make_plan(source, Options(**options))
+  return {".".join(leaf.path): (leaf.shape, leaf.dtype) for leaf in planned.leaves}
+
+
+def below(held, prefix) -> dict:
+  return {path.removeprefix(prefix): leaf for path, leaf in held.items() if path.startswith(prefix)}
+
+
+def test_unrolled_leaves_are_those_of_the_parameter_tree(k3_source):
+  held = tree(k3_source, scan=False)
+  assert below(held, "decoder.layers_1.") == K3_TINY_LAYER_1
+  assert below(held, "decoder.layers_3.attention.") == K3_TINY_MLA
+  assert {path: leaf for path, leaf in held.items() if ".layers_" not in path} == K3_TINY_TOP
+  assert below(held, "decoder.layers_0.mlp.") == {
+    "gate_proj.kernel": ((64, 192), "bfloat16"),
+    "up_proj.kernel": ((64, 192), "bfloat16"),
+    "down_proj.kernel": ((192, 64), "bfloat16"),
+  }
+
+
+def test_folded_leaves_have_the_blocks_as_their_first_axis(k3_source):
+  held = tree(k3_source, scan=True)
+  stacked = {path: ((2, *shape), dtype) for path, (shape, dtype) in K3_TINY_LAYER_1.items()}
+  assert below(held, "decoder.blocks.layers_1.") == stacked
+  assert below(held, "decoder.lead_1.") == K3_TINY_LAYER_1
+  assert below(held, "decoder.tail_0.attention.") == K3_TINY_MLA
+  tops = {path.split(".")[1] for path in held if path.startswith("decoder.")}
+  assert tops == {
+    "lead_0",
+    "lead_1",
+    "lead_2",
+    "lead_3",
+    "blocks",
+    "tail_0",
+    "decoder_norm",
+    "logits_dense",
+    "output_res",
+  }
+
+
+def test_decoded_experts_are_input_first_and_leave_the_rest_alone(k3_source):
+  packed, decoded = tree(k3_source, scan=False), tree(k3_source, scan=False, experts="bf16")
+  experts = below(decoded, "decoder.layers_1.mlp.experts.")
+  assert experts == dict.fromkeys(("w1", "w2", "w3"), ((16, 32, 32), "bfloat16"))
+  assert {p: leaf for p, leaf in decoded.items() if ".experts." not in p} == {
+    p: leaf for p, leaf in packed.items() if ".experts." not in p
+  }
+
+
+def test_packed_dense_matrices_become_codes_and_scales(all_packed_source):
+  held = below(tree(all_packed_source), "decoder.lead_1.mlp.")
+  assert {path: leaf for path, leaf in held.items() if path.startswith(("down_proj", "up_proj", "shared"))} == {
+    "down_proj.packed": ((32, 32), "uint8"),
+    "down_proj.scale": ((32, 2), "uint8"),
+    "up_proj.packed": ((64, 16), "uint8"),
+    "up_proj.scale": ((64, 1), "uint8"),
+    "shared_experts.gate_proj.packed": ((64, 32), "uint8"),
+    "shared_experts.gate_proj.scale": ((64, 2), "uint8"),
+    "shared_experts.up_proj.packed": ((64, 32), "uint8"),
+    "shared_experts.up_proj.scale": ((64, 2), "uint8"),
+    "shared_experts.down_proj.packed": ((64, 32), "uint8"),
+    "shared_experts.down_proj.scale": ((64, 2), "uint8"),
+  }
+
+
+def test_kimi_linear_has_the_other_switches(kimi_linear_source):
+  held = tree(kimi_linear_source, scan=False)
+  kda, mla, moe = (
+    below(held, f"decoder.layers_{i}.{part}.") for i, part in ((1, "attention"), (3, "attention"), (1, "mlp"))
+  )
+  assert (kda["g_a_proj.kernel"], kda["g_b_proj.kernel"]) == (((64, 32), "bfloat16"), ((32, 4, 32), "bfloat16"))
+  assert kda["q_conv"] == ((4, 4, 32), "bfloat16")
+  assert kda["A_log"] == ((4,), "float32")
+  assert set(mla) == {"query.kernel", "wkv_a.kernel", "kv_norm.scale", "wkv_b.kernel", "out.kernel"}
+  assert mla["query.kernel"] == ((64, 2, 24), "bfloat16")
+  assert moe["experts.w1"] == ((8, 64, 32), "bfloat16")
+  assert not {"down_proj.kernel", "up_proj.kernel", "norm.scale"} & set(moe)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_every_stored_tensor_fills_one_place_and_every_place_is_filled_once(k3_source, scan):
+  planned = plan.make_plan(k3_source, Options(scan=scan))
+  used = []
+  for leaf in planned.leaves:
+    places = [piece.index for piece in leaf.pieces]
+    assert len(set(places)) == len(places)
+    axes = leaf.shape[: len(places[0])]
+    assert all(len(place) == len(axes) and all(i < n for i, n in zip(place, axes, strict=True)) for place in places)
+    total = 1
+    for n in axes:
+      total *= n
+    assert total == len(places)
+    used += [piece.names[-1] for piece in leaf.pieces]  # the last: scales also name the codes they are checked with
+  text = [name for name in k3_source.tensors if name.startswith("language_model.")]
+  assert sorted(used) == sorted(text)
+
+
+def halved(tensor):
+  """Another shape: the two sides of a matrix swapped where they differ, else half the rows."""
+  shape = tensor.shape[::-1] if tensor.shape != tensor.shape[::-1] else (tensor.shape[0] // 2, *tensor.shape[1:])
+  return dataclasses.replace(tensor, shape=shape)
+
+
+@pytest.mark.parametrize("source", ["k3", "kimi-linear", "all packed"])
+def test_every_tensor_deleted_renamed_misshapen_or_retyped_is_refused_by_name(source, small_sources, edited):
+  source = small_sources[source]
+  text = [name for name in source.tensors if not name.startswith(("vision_tower.", "mm_projector."))]
+  leaves = plan.make_plan(source, Options()).leaves  # What a single tensor is cannot change them.
+
+  def check(damaged):
+    storage.storage(damaged)
+    mapping.compare(leaves, storage.text_tensors(damaged))
+
+  assert len(text) > 130
+  for name in text:
+    tensor = source.tensors[name]
+    other = "F32" if tensor.dtype != "F32" else "BF16"
+    for damage in (
+      {name: None},
+      {name: None, f"{name}_": dataclasses.replace(tensor, name=f"{name}_")},
+      {name: halved(tensor)},
+      {name: dataclasses.replace(tensor, dtype=other)},
+    ):
+      with pytest.raises(InputError) as error:
+        check(edited(source, damage))
+      assert name in str(error.value), damage
+      assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    "language_model.model.layers.13.input_layernorm.weight",
+    "language_model.model.layers.2.block_sparse_moe.experts.16.w1.weight_packed",
+    "language_model.model.layers.1.self_attn.q_proj.bias",
+    "model.norm.weight",
+    "something.else",
+  ],
+)
+def test_a_tensor_that_nothing_uses_is_refused_by_name(k3_source, edited, headers, name):
+  extra = headers([(name, "U8", (32, 16))])
+  if name.endswith("weight_packed"):
+    extra |= headers([(name.replace("_packed", "_scale"), "U8", (32, 1))])
+  with pytest.raises(InputError, match=f"{name}: unexpected"):
+    plan.make_plan(edited(k3_source, extra), Options())
+
+
+def test_all_offenders_are_listed_up_to_eight_and_the_rest_is_counted(k3_source, edited):
+  norms = [name for name in k3_source.tensors if name.endswith("layernorm.weight")][:11]
+  with pytest.raises(InputError) as error:
+    plan.make_plan(edited(k3_source, dict.fromkeys(norms[:3])), Options())
+  assert all(name in str(error.value) for name in norms[:3])
+  with pytest.raises(InputError, match="and 3 more: 11 missing"):
+    plan.make_plan(edited(k3_source, dict.fromkeys(norms)), Options())
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 4, 1), (4,), (32,)])
+def test_a_log_is_accepted_in_its_three_forms_if_all_layers_agree(k3_source, edited, shape):
+  stored = {n: dataclasses.replace(t, shape=shape) for n, t in k3_source.tensors.items() if n.endswith(".A_log")}
+  planned = plan.make_plan(edited(k3_source, stored), Options())
+  assert planned.form.a_log_shape == shape
+  odd = next(iter(stored))
+  with pytest.raises(InputError, match=rf"{odd}: F32 \[2\], expected F32 \[{', '.join(map(str, shape))}\]"):
+    plan.make_plan(edited(k3_source, stored | {odd: dataclasses.replace(stored[odd], shape=(2,))}), Options())

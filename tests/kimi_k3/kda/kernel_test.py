@@ -1,0 +1,214 @@
+import functools
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from k3_reference import delta_rule, l2_norm, sigmoid
+from kimi_k3.errors import InputError
+from kimi_k3.kda.kernel import run_kda
+
+pytestmark = pytest.mark.strict_ranks
+
+BATCH, HEADS, KEY_DIM, VALUE_DIM = 4, 3, 32, 48
+LENGTH = 65
+LENGTHS = [65, 17, 1, 0]  # of the rows, when padded; the last is a slot with nothing in it
+PORTABLE_TOLERANCE = 2e-6  # see chunked_test.py
+# Its exponents are differences of running sums of up to 64 * 5, where a unit in the last place is 3e-5.
+TOKAMAX_TOLERANCE = 2e-5
+TOLERANCES = {"portable": PORTABLE_TOLERANCE, "tokamax_xla_chunked": TOKAMAX_TOLERANCE}
+
+_run = jax.jit(run_kda, static_argnames=("lower_bound", "implementation"))
+portable = functools.partial(_run, implementation="portable")
+
+
+@functools.cache
+def padded_program(implementation):
+  """The compiled (args, valid) -> (o, state), gradients: one program, which is slow to compile, for several tests."""
+
+  def loss(args, valid):
+    o, state = run_kda(*args, lower_bound=-5.0, valid=valid, resets=None, implementation=implementation)
+    return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(state)), (o, state)
+
+  def run(args, valid):
+    (_, out), grads = jax.value_and_grad(loss, has_aux=True)(args, valid)
+    return out, grads
+
+  return jax.jit(run)
+
+
+@pytest.fixture(scope="module")
+def args():
+  """q, k, v, a, a_log, dt_bias, beta, state over LENGTH tokens; q and k are not normalised."""
+  rng = np.random.default_rng(0)
+  shape = (BATCH, LENGTH, HEADS)
+  q, k, a = rng.standard_normal((3, *shape, KEY_DIM))
+  v, beta = rng.standard_normal((*shape, VALUE_DIM)), sigmoid(rng.standard_normal(shape))
+  a_log, dt_bias = np.log([1.0, 4.0, 16.0]), rng.uniform(-6.5, -2.0, (HEADS, KEY_DIM))
+  state = rng.standard_normal((BATCH, HEADS, KEY_DIM, VALUE_DIM))
+  # A head that decays at the floor all the time, beside one with little decay.
+  dt_bias[1] += 12.0
+  return tuple(jnp.asarray(x, jnp.float32) for x in (3 * q, 0.2 * k, v, a, a_log, dt_bias, beta, state))
+
+
+@pytest.fixture(scope="module")
+def valid():
+  return jnp.arange(LENGTH)[None] < jnp.array(LENGTHS)[:, None]
+
+
+def cut(args, length):
+  q, k, v, a, a_log, dt_bias, beta, state = args
+  return (*(x[:, :length] for x in (q, k, v, a)), a_log, dt_bias, beta[:, :length], state)
+
+
+def with_garbage(args, valid, garbage):
+  """The arguments with every input of every pad replaced."""
+  tokens = [jnp.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, garbage) for x in (*args[:4], args[6])]
+  return (*tokens[:4], *args[4:6], tokens[4], args[7])
+
+
+def exact(args, row, length, lower_bound):
+  """Output and state of one row, in float64."""
+  q, k, v, a, a_log, dt_bias, beta, state = (np.asarray(x, np.float64) for x in args)
+  q, k, v, a, beta = (x[row : row + 1, :length] for x in (q, k, v, a, beta))
+  rate = np.exp(a_log)[:, None]
+  g = -rate * np.logaddexp(0.0, a + dt_bias) if lower_bound is None else lower_bound * sigmoid(rate * (a + dt_bias))
+  o, state = delta_rule(l2_norm(q), l2_norm(k), v, g, beta, state[row : row + 1])
+  return o[0], state[0]
+
+
+def assert_close(found, expected, tolerance):
+  assert found.dtype == jnp.float32
+  np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max(initial=1.0))
+
+
+@pytest.mark.parametrize("implementation", TOLERANCES)
+def test_rows_of_differing_lengths_equal_the_reference_alone(args, valid, implementation):
+  (o, state), _ = padded_program(implementation)(args, valid)
+  for row, length in enumerate(LENGTHS):
+    expected, after = exact(args, row, length, -5.0)
+    assert_close(o[row, :length], expected, TOLERANCES[implementation])
+    assert_close(state[row], after, TOLERANCES[implementation])
+
+
+def test_softplus_gate_rows_of_differing_lengths_equal_the_reference_alone(args, valid):
+  o, state = portable(*args, lower_bound=None, valid=valid, resets=None)
+  for row, length in enumerate(LENGTHS):
+    expected, after = exact(args, row, length, None)
+    assert_close(o[row, :length], expected, PORTABLE_TOLERANCE)
+    assert_close(state[row], after, PORTABLE_TOLERANCE)
+
+
+@pytest.mark.parametrize("implementation", TOLERANCES)
+@pytest.mark.parametrize("garbage", [1e6, jnp.nan])
+def test_content_of_pads_changes_no_bit_and_an_empty_row_keeps_its_state(args, valid, implementation, garbage):
+  (o, state), grads = padded_program(implementation)(args, valid)
+  (o_garbage, state_garbage), grads_garbage = padded_program(implementation)(with_garbage(args, valid, garbage), valid)
+  np.testing.assert_array_equal(o_garbage, o)
+  np.testing.assert_array_equal(state_garbage, state)
+  for found, expected in zip(grads_garbage, grads, strict=True):
+    np.testing.assert_array_equal(found, expected)
+  np.testing.assert_array_equal(state[LENGTHS.index(0)], args[-1][LENGTHS.index(0)])
+  np.testing.assert_array_equal(jnp.where(valid[..., None, None], 0, o), jnp.zeros_like(o))
+
+
+def test_tokamax_equals_portable_at_a_length_that_is_no_multiple_of_its_chunk(args):
+  names = ("tokamax_xla_chunked", "portable")
+  results = (_run(*cut(args, 63), lower_bound=-5.0, valid=None, resets=None, implementation=name) for name in names)
+  for found, expected in zip(*results, strict=True):
+    assert_close(found, expected, TOKAMAX_TOLERANCE)
+
+
+@pytest.mark.parametrize("implementation", ["portable", "tokamax_xla_chunked"])
+def test_one_token_is_one_step_under_any_name(args, implementation):
+  token = cut(args, 1)
+  valid = jnp.array([True, True, False, False])[:, None]
+  o, state = _run(
+    *with_garbage(token, valid, jnp.nan), lower_bound=-5.0, valid=valid, resets=None, implementation=implementation
+  )
+  for row in (0, 1):
+    expected, after = exact(token, row, 1, -5.0)
+    assert_close(o[row], expected, PORTABLE_TOLERANCE)
+    assert_close(state[row], after, PORTABLE_TOLERANCE)
+  np.testing.assert_array_equal(state[2:], args[-1][2:])
+
+
+@pytest.mark.parametrize("length", [1, LENGTH])
+def test_packed_documents_see_an_empty_state_and_starts_in_pads_do_nothing(args, valid, length):
+  args, valid, empty = cut(args, length), valid[:, :length], (*args[:-1], 0 * args[-1])
+  starts = (0, 5, 40)
+  resets = jnp.asarray(np.stack([np.isin(np.arange(length), starts)] * BATCH))
+  o, state = portable(*args, lower_bound=-5.0, valid=valid, resets=resets)
+  for row, real in enumerate(LENGTHS):
+    bounds = [*(s for s in starts if s < min(real, length)), min(real, length)]
+    after = np.asarray(args[-1][row])
+    for start, stop in itertools.pairwise(bounds):
+      document = (*(x[:, start:] for x in empty[:4]), *empty[4:6], empty[6][:, start:], empty[7])
+      expected, after = exact(document, row, stop - start, -5.0)
+      assert_close(o[row, start:stop], expected, PORTABLE_TOLERANCE)
+    assert_close(state[row], after, PORTABLE_TOLERANCE)
+
+
+def test_gradients_are_finite_and_the_same_in_both_implementations(args, valid):
+  (_, expected), (_, found) = (padded_program(name)(args, valid) for name in TOLERANCES)
+  for a, b in zip(found, expected, strict=True):
+    assert np.all(np.isfinite(b))
+    # tokamax's backward pass repeats its forward sums and adds its own.
+    assert_close(a, b, 5 * TOKAMAX_TOLERANCE)
+
+
+def test_exactly_the_named_tokamax_implementation_is_asked_for(args, monkeypatch):
+  from tokamax import ops
+
+  asked = []
+
+  def record(*_args, implementation, **_kwargs):
+    asked.append(implementation)
+    raise NotImplementedError("no")
+
+  monkeypatch.setattr(ops, "kimi_delta_attention", record)
+  with pytest.raises(NotImplementedError):
+    run_kda(*args, lower_bound=-5.0, valid=None, resets=None, implementation="tokamax_xla_chunked")
+  assert asked == ["xla_chunked"]
+
+
+# One in the default run, 10 s to compile: the fused gate's arguments are those of xla_chunked.
+@pytest.mark.parametrize("lower_bound", [None, pytest.param(-5.0, marks=pytest.mark.slow)])
+def test_mosaic_kernel_interpreted_equals_the_reference(args, valid, monkeypatch, lower_bound):
+  import tokamax
+  from jax.experimental.pallas import tpu as pallas_tpu
+
+  chip = types.SimpleNamespace(generation=7, vmem_capacity_bytes=64 * 2**20, num_sublanes=8, num_lanes=128)
+  monkeypatch.setattr(pallas_tpu, "get_tpu_info", lambda: chip)
+  monkeypatch.setenv("PALLAS_INTERPRET", "1")
+  with tokamax.config.cross_compile(True), jax.numpy_rank_promotion("allow"):
+    o, state = run_kda(*args, lower_bound=lower_bound, valid=valid, resets=None, implementation="tokamax_mosaic")
+  for row, length in enumerate(LENGTHS):
+    expected, after = exact(args, row, length, lower_bound)
+    # Without a bound decay ends at e^-10: 4.5e-5 of what should have been forgotten stays.
+    assert_close(o[row, :length], expected, TOKAMAX_TOLERANCE if lower_bound else 1e-4)
+    assert_close(state[row], after, TOKAMAX_TOLERANCE if lower_bound else 1e-4)
+
+
+@pytest.mark.parametrize(
+  ("implementation", "lower_bound", "packed", "message"),
+  [
+    ("pallas", -5.0, False, "'pallas', expected one of: portable, tokamax_mosaic, tokamax_xla_chunked"),
+    ("tokamax_xla_chunked", None, False, 'needs a gate_lower_bound.*use kda_implementation "portable"'),
+    ("tokamax_xla_chunked", -6.0, False, 'gate_lower_bound of at least -5.0, found -6.0.*"portable"'),
+    ("tokamax_xla_chunked", -5.0, True, 'does not take packed documents.*"portable"'),
+    ("tokamax_mosaic", -6.0, False, 'gate_lower_bound of at least -5.0, found -6.0.*"portable"'),
+    ("tokamax_mosaic", -5.0, True, 'does not take packed documents.*"portable"'),
+    ("tokamax_mosaic", -5.0, False, 'needs a TPU, the backend is cpu.*"portable"'),
+    ("tokamax_mosaic", None, False, 'needs a TPU, the backend is cpu.*"portable"'),
+  ],
+)
+@pytest.mark.parametrize("length", [1, LENGTH])
+def test_what_an_implementation_cannot_do_is_refused(args, implementation, lower_bound, packed, message, length):
+  args = cut(args, length)
+  resets = jnp.zeros(args[0].shape[:2], bool) if packed else None
+  with pytest.raises(InputError, match=message):
+    run_kda(*args, lower_bound=lower_bound, valid=None, resets=resets, implementation=implementation)
