@@ -10,7 +10,7 @@ from kimi_k3.config import KimiK3Config
 
 
 def situ(
-    gate: Float[Array, "*axes"], up: Float[Array, "*axes"], *, beta: float, linear_beta: float | None
+  gate: Float[Array, "*axes"], up: Float[Array, "*axes"], *, beta: float, linear_beta: float | None
 ) -> Float[Array, "*axes"]:
   """Returns beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta), in float32.
 
@@ -29,7 +29,7 @@ def situ(
 
 
 def gated_activation(
-    config: KimiK3Config, gate: Float[Array, "*axes"], up: Float[Array, "*axes"]
+  config: KimiK3Config, gate: Float[Array, "*axes"], up: Float[Array, "*axes"]
 ) -> Float[Array, "*axes"]:
   """Returns the config's gated activation in float32; the caller casts it back to the compute dtype."""
   if config.hidden_act == "situ":

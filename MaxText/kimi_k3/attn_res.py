@@ -14,11 +14,11 @@ from kimi_k3.sharding import NORM
 
 
 def attention_residual(
-    prefix: Float[Array, "B T D"],
-    snapshots: Float[Array, "J B T D"],
-    count: int | Array,
-    query: Float[Array, " D"],
-    eps: float,
+  prefix: Float[Array, "B T D"],
+  snapshots: Float[Array, "J B T D"],
+  count: int | Array,
+  query: Float[Array, " D"],
+  eps: float,
 ) -> Float[Array, "B T D"]:
   """Returns the softmax-weighted sum of the first `count` snapshots and the prefix.
 
@@ -60,7 +60,7 @@ class AttentionResidual(nnx.Module):
     self.proj = nnx.Param(random_matrix(rngs, (size,), size, compute.weight_dtype), out_sharding=(NORM,))
 
   def __call__(
-      self, prefix: Float[Array, "B T D"], snapshots: Float[Array, "J B T D"], count: int | Array
+    self, prefix: Float[Array, "B T D"], snapshots: Float[Array, "J B T D"], count: int | Array
   ) -> Float[Array, "B T D"]:
     """Returns the mix of the first `count` snapshots and the prefix."""
     query = self.norm[...].astype(jnp.float32) * self.proj[...].astype(jnp.float32)
@@ -68,7 +68,7 @@ class AttentionResidual(nnx.Module):
 
 
 def push_snapshot(
-    snapshots: Float[Array, "J B T D"], prefix: Float[Array, "B T D"], slot: int | Array, take: bool | Array
+  snapshots: Float[Array, "J B T D"], prefix: Float[Array, "B T D"], slot: int | Array, take: bool | Array
 ) -> Float[Array, "J B T D"]:
   """Returns the buffer with `prefix` in `slot` if `take`. Touches one slot, so that a scan can update it in place."""
   if isinstance(take, bool):

@@ -51,13 +51,13 @@ class Layer(nnx.Module):
   """
 
   def __init__(
-      self,
-      config: KimiK3Config,
-      compute: ComputeConfig,
-      kind: LayerKind,
-      moe: bool,
-      make_attention: AttentionFactory,
-      rngs: nnx.Rngs,
+    self,
+    config: KimiK3Config,
+    compute: ComputeConfig,
+    kind: LayerKind,
+    moe: bool,
+    make_attention: AttentionFactory,
+    rngs: nnx.Rngs,
   ):
     self.config, self.kind, self.moe = config, kind, moe
 
@@ -72,7 +72,7 @@ class Layer(nnx.Module):
         setattr(self, site, AttentionResidual(config.hidden_size, eps=config.rms_norm_eps, compute=compute, rngs=rngs))
 
   def __call__(
-      self, stream: Stream, index: int | Int[Array, ""], context: Context
+    self, stream: Stream, index: int | Int[Array, ""], context: Context
   ) -> tuple[Stream, Int[Array, "B T S"] | None]:
     """Returns the stream after the layer and the chosen experts (None for a dense layer).
 

@@ -25,9 +25,9 @@ class KDACache(nnx.Module):
     heads, size = config.kda_num_heads, config.kda_head_dim
     axis = CACHE_BATCH_PREFILL if prefill else CACHE_BATCH
     self.recurrent_state = nnx.Cache(
-        jnp.zeros((batch, heads, size, size), jnp.float32), out_sharding=(axis, CACHE_HEADS, None, None)
+      jnp.zeros((batch, heads, size, size), jnp.float32), out_sharding=(axis, CACHE_HEADS, None, None)
     )
     self.conv_state = nnx.Cache(
-        jnp.zeros((batch, config.kda_conv_width - 1, QKV, heads, size), compute.dtype),
-        out_sharding=(axis, None, None, CACHE_HEADS, None),
+      jnp.zeros((batch, config.kda_conv_width - 1, QKV, heads, size), compute.dtype),
+      out_sharding=(axis, None, None, CACHE_HEADS, None),
     )

@@ -88,7 +88,7 @@ class KimiK3Config:
   kda_head_dim: int = _field("linear_attn_config.head_dim", int)
   kda_conv_width: int = _field("linear_attn_config.short_conv_kernel_size", int)
   kda_gate_lower_bound: float | None = _field(
-      "linear_attn_config.gate_lower_bound", int, float, nullable=True, k3_only=True
+    "linear_attn_config.gate_lower_bound", int, float, nullable=True, k3_only=True
   )
   kda_full_rank_gate: bool = _field("linear_attn_config.use_full_rank_gate", bool, k3_only=True, absent=False)
   kda_layers: tuple[int, ...] = _field("linear_attn_config.kda_layers", list)
@@ -141,7 +141,7 @@ class KimiK3Config:
 
   @classmethod
   def from_hf(
-      cls, config: Mapping[str, Any], *, packed_modules: tuple[str, ...], float32_leaves: tuple[str, ...]
+    cls, config: Mapping[str, Any], *, packed_modules: tuple[str, ...], float32_leaves: tuple[str, ...]
   ) -> KimiK3Config:
     """Returns the config that a released config.json describes.
 
@@ -183,7 +183,9 @@ def text_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
     return config, False
   unknown = sorted(set(config) - HARMLESS_WRAPPER_KEYS - HARMLESS_KEYS)
   if unknown:
-    raise InputError(f"config.json: unknown key(s) {', '.join(unknown)} beside text_config: a new feature? Not supported")
+    raise InputError(
+      f"config.json: unknown key(s) {', '.join(unknown)} beside text_config: a new feature? Not supported"
+    )
   text = config["text_config"]
   if not isinstance(text, Mapping):
     raise InputError(f"config.json: text_config is {type(text).__name__}, expected an object")
@@ -198,7 +200,9 @@ def _read_keys(text: Mapping[str, Any], wrapped: bool) -> dict[str, Any]:
   faults, values, known = [], {}, {"linear_attn_config", "quantization_config", "model_max_length"}
   linear = text.get("linear_attn_config")
   if not isinstance(linear, Mapping):
-    raise InputError(f"config.json: linear_attn_config is {linear!r}, expected an object with the KDA sizes and layer lists")
+    raise InputError(
+      f"config.json: linear_attn_config is {linear!r}, expected an object with the KDA sizes and layer lists"
+    )
   known_linear = set()
   for field in dataclasses.fields(KimiK3Config):
     key: _Key | None = field.metadata.get("key")
@@ -275,8 +279,8 @@ def _layer_faults(c: KimiK3Config):
     twice = sorted({i for i in listed if listed.count(i) > 1})
     missing, beyond = sorted(set(expected) - set(listed)), sorted(set(listed) - set(expected))
     yield (
-        f"linear_attn_config.kda_layers and full_attn_layers must cover layers 1 to num_hidden_layers = {c.num_layers} "
-        f"exactly once: missing {missing}, twice {twice}, beyond {beyond}"
+      f"linear_attn_config.kda_layers and full_attn_layers must cover layers 1 to num_hidden_layers = {c.num_layers} "
+      f"exactly once: missing {missing}, twice {twice}, beyond {beyond}"
     )
 
 
@@ -311,9 +315,9 @@ def _storage_faults(c: KimiK3Config):
   if "shared_experts" in c.packed_modules and not c.num_shared_experts:
     yield "packed_modules names shared_experts, but num_shared_experts is 0"
   inputs = {
-      "experts": ("expert_mlp_dim", "hidden_size" if c.expert_latent_dim is None else "expert_latent_dim"),
-      "latent": ("hidden_size", "expert_latent_dim"),
-      "shared_experts": ("hidden_size", "expert_mlp_dim"),
+    "experts": ("expert_mlp_dim", "hidden_size" if c.expert_latent_dim is None else "expert_latent_dim"),
+    "latent": ("hidden_size", "expert_latent_dim"),
+    "shared_experts": ("hidden_size", "expert_mlp_dim"),
   }
   for field in sorted({f for module in c.packed_modules for f in inputs.get(module, ())}):
     if (getattr(c, field) or 0) % MXFP4_GROUP:

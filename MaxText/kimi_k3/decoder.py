@@ -39,14 +39,14 @@ class Block(nnx.Module):
 
 
 def build_layers(
-    owner: nnx.Module,
-    config: KimiK3Config,
-    compute: ComputeConfig,
-    make_attention: AttentionFactory,
-    rngs: nnx.Rngs,
-    *,
-    scan: bool,
-    stack: StackLayers,
+  owner: nnx.Module,
+  config: KimiK3Config,
+  compute: ComputeConfig,
+  make_attention: AttentionFactory,
+  rngs: nnx.Rngs,
+  *,
+  scan: bool,
+  stack: StackLayers,
 ) -> None:
   """Sets the layers as attributes of `owner`, under the names of docs/parameter-tree.md.
 
@@ -70,7 +70,7 @@ def build_layers(
       setattr(owner, f"lead_{i}", make(i, rngs))
     if plan.num_blocks:
       owner.blocks = stack(
-          lambda r: Block([make(LEAD_LAYERS + j, r) for j in range(BLOCK_LAYERS)]), plan.num_blocks, rngs
+        lambda r: Block([make(LEAD_LAYERS + j, r) for j in range(BLOCK_LAYERS)]), plan.num_blocks, rngs
       )
     for i in range(plan.num_tail):
       setattr(owner, f"tail_{i}", make(plan.first_tail + i, rngs))
@@ -82,13 +82,13 @@ def build_layers(
 
 
 def run_layers(
-    owner: nnx.Module,
-    config: KimiK3Config,
-    embedded: Float[Array, "B T D"],
-    context: Context,
-    *,
-    scan: bool,
-    remat: Remat | None = None,
+  owner: nnx.Module,
+  config: KimiK3Config,
+  embedded: Float[Array, "B T D"],
+  context: Context,
+  *,
+  scan: bool,
+  remat: Remat | None = None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "M B T S"] | None]:
   """Returns what the final norm sees, and the chosen experts of the M layers that have routed experts, in order.
 
@@ -128,7 +128,7 @@ def _unscanned(owner: nnx.Module, config: KimiK3Config, scan: bool, *, tail: boo
 
 
 def _scan_blocks(
-    blocks: nnx.Module, count: int, stream: Stream, context: Context, remat: Remat | None
+  blocks: nnx.Module, count: int, stream: Stream, context: Context, remat: Remat | None
 ) -> tuple[Stream, Int[Array, "M B T S"] | None]:
   """Runs the blocks one after the other. Caches go in and come out sliced; weights only go in.
 

@@ -26,7 +26,7 @@ HARMLESS_KEYS = frozenset(_PRETRAINED_CONFIG_KEYS + _TEXT_KEYS)
 
 # Beside text_config in K3's multimodal wrapper. Vision is not part of the text path.
 HARMLESS_WRAPPER_KEYS = frozenset(
-    """
+  """
   ignore_index image_placeholder media_placeholder_token_id quantization_config text_config use_unified_vision_chunk
   video_placeholder vision_config
 """.split()

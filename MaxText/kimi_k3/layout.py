@@ -58,8 +58,8 @@ def fold(config: KimiK3Config) -> Fold:
   num_tail = len(rest) - num_blocks * BLOCK_LAYERS
   if num_tail > MAX_TAIL_LAYERS:
     raise InputError(
-        f"scan_layers: true needs blocks of four equal layers after the fourth; layers {config.num_layers - num_tail} to "
-        f"{config.num_layers - 1} (0-based) do not repeat the pattern of layers 4 to 7: set scan_layers: false"
+      f"scan_layers: true needs blocks of four equal layers after the fourth; layers {config.num_layers - num_tail} to "
+      f"{config.num_layers - 1} (0-based) do not repeat the pattern of layers 4 to 7: set scan_layers: false"
     )
   return Fold(num_lead, num_blocks, num_tail)
 

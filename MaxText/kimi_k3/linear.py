@@ -34,7 +34,7 @@ class Linear(nnx.Module):
   """x [..., *in] -> [..., *out] by `kernel` [*in, *out], widened to the compute dtype in the forward."""
 
   def __init__(
-      self, in_shape: tuple[int, ...], out_shape: tuple[int, ...], *, axes: Axes, compute: ComputeConfig, rngs: nnx.Rngs
+    self, in_shape: tuple[int, ...], out_shape: tuple[int, ...], *, axes: Axes, compute: ComputeConfig, rngs: nnx.Rngs
   ):
     self.num_in, self.dtype, self.precision = len(in_shape), compute.dtype, compute.precision
     weights = random_matrix(rngs, in_shape + out_shape, math.prod(in_shape), compute.weight_dtype)
@@ -65,7 +65,7 @@ class PackedLinear(nnx.Module):
 
 
 def matrix(
-    in_size: int, out_size: int, *, packed: bool, axes: Axes, compute: ComputeConfig, rngs: nnx.Rngs
+  in_size: int, out_size: int, *, packed: bool, axes: Axes, compute: ComputeConfig, rngs: nnx.Rngs
 ) -> Linear | PackedLinear:
   """Returns a projection of one axis to one axis, stored as the checkpoint stores it."""
   if packed:

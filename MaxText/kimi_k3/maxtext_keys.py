@@ -12,27 +12,27 @@ DECODER_BLOCK = "kimi_k3"
 
 # Fields that MaxText has under a name of its own, with the same meaning.
 UPSTREAM_NAMES = {
-    "hidden_size": "base_emb_dim",
-    "vocab_size": "vocab_size",
-    "num_layers": "base_num_decoder_layers",
-    "num_heads": "base_num_query_heads",
-    "num_kv_heads": "base_num_kv_heads",
-    "dense_mlp_dim": "base_mlp_dim",
-    "expert_mlp_dim": "base_moe_mlp_dim",
-    "first_k_dense_replace": "first_num_dense_layers",
-    "num_experts": "num_experts",
-    "num_experts_per_token": "num_experts_per_tok",
-    "num_shared_experts": "shared_experts",
-    "routed_scaling_factor": "routed_scaling_factor",
-    "q_lora_rank": "q_lora_rank",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_nope_head_dim": "qk_nope_head_dim",
-    "qk_rope_head_dim": "qk_rope_head_dim",
-    "v_head_dim": "v_head_dim",
-    "rms_norm_eps": "normalization_layer_epsilon",
-    "max_position_embeddings": "max_position_embeddings",
-    "tie_word_embeddings": "logits_via_embedding",
-    "num_nextn_predict_layers": "mtp_num_layers",
+  "hidden_size": "base_emb_dim",
+  "vocab_size": "vocab_size",
+  "num_layers": "base_num_decoder_layers",
+  "num_heads": "base_num_query_heads",
+  "num_kv_heads": "base_num_kv_heads",
+  "dense_mlp_dim": "base_mlp_dim",
+  "expert_mlp_dim": "base_moe_mlp_dim",
+  "first_k_dense_replace": "first_num_dense_layers",
+  "num_experts": "num_experts",
+  "num_experts_per_token": "num_experts_per_tok",
+  "num_shared_experts": "shared_experts",
+  "routed_scaling_factor": "routed_scaling_factor",
+  "q_lora_rank": "q_lora_rank",
+  "kv_lora_rank": "kv_lora_rank",
+  "qk_nope_head_dim": "qk_nope_head_dim",
+  "qk_rope_head_dim": "qk_rope_head_dim",
+  "v_head_dim": "v_head_dim",
+  "rms_norm_eps": "normalization_layer_epsilon",
+  "max_position_embeddings": "max_position_embeddings",
+  "tie_word_embeddings": "logits_via_embedding",
+  "num_nextn_predict_layers": "mtp_num_layers",
 }
 
 # Every other field is new to MaxText and keeps its name.
@@ -40,17 +40,17 @@ NEW_NAMES = tuple(f.name for f in dataclasses.fields(KimiK3Config) if f.name not
 
 # What MaxText must be told about any model of this family, whatever its sizes.
 _FIXED = {
-    "decoder_block": DECODER_BLOCK,
-    "attention_type": "mla",
-    "mla_naive_kvcache": False,
-    "use_mla_absorbed_mqa": False,  # absorbed in decode all the same: decided by the mode, see maxtext_adapter/mla.py
-    "enable_dropout": False,
-    # MaxText's check for "every layer is MoE" must not trip on models whose first layers are dense by another rule.
-    "inhomogeneous_layer_cycle_interval": 4,
+  "decoder_block": DECODER_BLOCK,
+  "attention_type": "mla",
+  "mla_naive_kvcache": False,
+  "use_mla_absorbed_mqa": False,  # absorbed in decode all the same: decided by the mode, see maxtext_adapter/mla.py
+  "enable_dropout": False,
+  # MaxText's check for "every layer is MoE" must not trip on models whose first layers are dense by another rule.
+  "inhomogeneous_layer_cycle_interval": 4,
 }
 
 REQUIRED_KEYS = frozenset(
-    ("decoder_block", "attention_type", "original_max_position_embeddings", *UPSTREAM_NAMES.values(), *NEW_NAMES)
+  ("decoder_block", "attention_type", "original_max_position_embeddings", *UPSTREAM_NAMES.values(), *NEW_NAMES)
 )
 
 

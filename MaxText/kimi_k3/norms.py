@@ -15,7 +15,7 @@ def rms_scale(x: Float[Array, "*axes N"], eps: float) -> Float[Array, "*axes N"]
 
 
 def gated_head_norm(
-    o: Float[Array, "*axes V"], z: Float[Array, "*axes V"], scale: Float[Array, " V"], eps: float
+  o: Float[Array, "*axes V"], z: Float[Array, "*axes V"], scale: Float[Array, " V"], eps: float
 ) -> Float[Array, "*axes V"]:
   """Returns RMSNorm(o) * scale * sigmoid(z) over the channels of each head, all in float32.
 

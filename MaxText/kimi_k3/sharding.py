@@ -24,8 +24,8 @@ CACHE_BATCH = "cache_batch"
 CACHE_HEADS = "cache_heads"
 
 USED_AXES = frozenset(
-    (EMBED_ATTN, HEADS, HEAD_DIM, EMBED, MLP, EXPERT, EXPERT_EMBED, EXPERT_MLP, ROUTER_EMBED, NORM)
-    + (CACHE_BATCH_PREFILL, CACHE_BATCH, CACHE_HEADS)
+  (EMBED_ATTN, HEADS, HEAD_DIM, EMBED, MLP, EXPERT, EXPERT_EMBED, EXPERT_MLP, ROUTER_EMBED, NORM)
+  + (CACHE_BATCH_PREFILL, CACHE_BATCH, CACHE_HEADS)
 )
 
 
@@ -34,5 +34,5 @@ def check_rules(rule_names: Iterable[str]) -> None:
   missing = sorted(USED_AXES - set(rule_names))
   if missing:
     raise InputError(
-        f"logical_axis_rules has no rule for {', '.join(missing)}: these axes would be replicated; add [name, []] to mean that"
+      f"logical_axis_rules has no rule for {', '.join(missing)}: these axes would be replicated; add [name, []] to mean that"
     )

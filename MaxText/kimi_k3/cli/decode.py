@@ -33,15 +33,15 @@ _MAX_DEFAULT_SLOTS = 16
 _DEFAULT_NEW_TOKENS = 64
 # Refused by name: they would be parsed and ignored.
 _REFUSED_KEYS = {
-    "enable_prefix_caching": "prefix caching is not supported: a KDA layer keeps one state, not a state a token",
-    "prefix_caching": "prefix caching is not supported: a KDA layer keeps one state, not a state a token",
-    "prefix_caching_hbm_byte": "prefix caching is not supported: a KDA layer keeps one state, not a state a token",
-    "prefix_caching_dram_byte": "prefix caching is not supported: a KDA layer keeps one state, not a state a token",
-    "speculative_decoding": "speculative decoding is not supported: a KDA state cannot be taken back",
-    "num_speculative_tokens": "speculative decoding is not supported: a KDA state cannot be taken back",
-    "speculative_config": "speculative decoding is not supported: a KDA state cannot be taken back",
-    "draft_model": "speculative decoding is not supported: a KDA state cannot be taken back",
-    "use_chunked_prefill": "chunked prefill is not supported yet: leave it out",
+  "enable_prefix_caching": "prefix caching is not supported: a KDA layer keeps one state, not a state a token",
+  "prefix_caching": "prefix caching is not supported: a KDA layer keeps one state, not a state a token",
+  "prefix_caching_hbm_byte": "prefix caching is not supported: a KDA layer keeps one state, not a state a token",
+  "prefix_caching_dram_byte": "prefix caching is not supported: a KDA layer keeps one state, not a state a token",
+  "speculative_decoding": "speculative decoding is not supported: a KDA state cannot be taken back",
+  "num_speculative_tokens": "speculative decoding is not supported: a KDA state cannot be taken back",
+  "speculative_config": "speculative decoding is not supported: a KDA state cannot be taken back",
+  "draft_model": "speculative decoding is not supported: a KDA state cannot be taken back",
+  "use_chunked_prefill": "chunked prefill is not supported yet: leave it out",
 }
 
 
@@ -51,7 +51,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
   parser.add_argument("config", metavar="CONFIG.yml", help="decode.yml of a converted checkpoint; key=value may follow")
   parser.add_argument("--prompt-ids", metavar="FILE.json", help="list of lists of token ids")
   parser.add_argument(
-      "--max-new-tokens", type=int, default=_DEFAULT_NEW_TOKENS, metavar="N", help="at most, a row (default: %(default)s)"
+    "--max-new-tokens", type=int, default=_DEFAULT_NEW_TOKENS, metavar="N", help="at most, a row (default: %(default)s)"
   )
   parser.add_argument("--ignore-eos", action="store_true", help="go on after the end token")
   parser.add_argument("--out", metavar="FILE.json", help="write the rows there (default: stdout)")
@@ -110,7 +110,9 @@ def _prompts(args, explicit: Mapping[str, Any], tokenizer: Tokenizer | None) -> 
   if text is None:
     raise InputError("nothing to decode: give --prompt-ids FILE.json or prompt=TEXT")
   if tokenizer is None:
-    raise InputError("prompt= needs a tokenizer: no tiktoken.model or tokenizer.json beside the config; give --prompt-ids")
+    raise InputError(
+      "prompt= needs a tokenizer: no tiktoken.model or tokenizer.json beside the config; give --prompt-ids"
+    )
   ids = tokenizer.encode(str(text))
   if not ids:
     raise InputError("prompt= is empty")
@@ -132,9 +134,7 @@ def _generate(config: Any, args, prompts: list[list[int]]) -> tuple[list[Row], s
   from kimi_k3.maxtext_adapter.engine import Engine
 
   clock = CompileClock()
-  sampler = Sampler(
-      config.decode_sampling_strategy, config.decode_sampling_temperature, config.decode_sampling_seed
-  )
+  sampler = Sampler(config.decode_sampling_strategy, config.decode_sampling_temperature, config.decode_sampling_seed)
   stop_id = None if args.ignore_eos else config.eos_token_id
   request = Request(args.max_new_tokens, stop_id, sampler, config.max_prefill_predict_length)
   engine = Engine(config)
@@ -145,12 +145,12 @@ def _generate(config: Any, args, prompts: list[list[int]]) -> tuple[list[Row], s
 
 def _as_dict(row: Row, tokenizer: Tokenizer | None) -> dict[str, Any]:
   return {
-      "index": row.index,
-      "prompt_ids": row.prompt_ids,
-      "ids": row.ids,
-      "text": None if tokenizer is None else tokenizer.decode(row.ids),
-      "finish_reason": row.finish_reason,
-      "error": row.error,
+    "index": row.index,
+    "prompt_ids": row.prompt_ids,
+    "ids": row.ids,
+    "text": None if tokenizer is None else tokenizer.decode(row.ids),
+    "finish_reason": row.finish_reason,
+    "error": row.error,
   }
 
 

@@ -41,7 +41,9 @@ def _is_row(row: object) -> bool:
 
 def check_vocabulary(rows: list[list[int]], vocab_size: int, source: str) -> None:
   """Raises InputError naming the first ids outside the vocabulary: they would be clamped to its last row in silence."""
-  faults = [f"row {i} position {j}: {t}" for i, row in enumerate(rows) for j, t in enumerate(row) if not 0 <= t < vocab_size]
+  faults = [
+    f"row {i} position {j}: {t}" for i, row in enumerate(rows) for j, t in enumerate(row) if not 0 <= t < vocab_size
+  ]
   if faults:
     more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
     raise InputError(f"{source}: token ids outside the vocabulary of {vocab_size}: {'; '.join(faults[:_SHOWN])}{more}")

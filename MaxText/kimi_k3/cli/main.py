@@ -83,7 +83,9 @@ def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     return args
   unknown = [a for a in rest if a.startswith("-") or "=" not in a]
   if unknown:
-    raise InputError(f"unrecognized arguments: {' '.join(unknown)} (settings are key=value; see `kimi-k3 {args.verb} --help`)")
+    raise InputError(
+      f"unrecognized arguments: {' '.join(unknown)} (settings are key=value; see `kimi-k3 {args.verb} --help`)"
+    )
   args.settings = rest
   return args
 

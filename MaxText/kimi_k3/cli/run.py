@@ -21,7 +21,9 @@ example:
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
   """Adds the verb to the command line."""
-  parser = subparsers.add_parser("run", help="a module of MaxText, with the model", description=DESCRIPTION, epilog=EPILOG)
+  parser = subparsers.add_parser(
+    "run", help="a module of MaxText, with the model", description=DESCRIPTION, epilog=EPILOG
+  )
   parser.add_argument("module", metavar="maxtext.MODULE", help="module to run")
   parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
   return parser

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from kimi_k3.generate.lengths import bucket
 from kimi_k3.generate.sampling import Sampler
 
 
+@runtime_checkable
 class SlotEngine(Protocol):
   """What the loop needs of an engine."""
 
@@ -61,7 +62,9 @@ class Timing:
 
   def summary(self) -> str:
     """Returns one line: time to first token, decoding speed, compile time."""
-    first = f"time to first token {np.median(self.first_token) * 1e3:.1f} ms (median)" if self.first_token else "no token"
+    first = (
+      f"time to first token {np.median(self.first_token) * 1e3:.1f} ms (median)" if self.first_token else "no token"
+    )
     if self.steps:
       speed = f"{self.step_tokens / sum(self.steps):.1f} tok/s ({np.median(self.steps) * 1e3:.1f} ms a step, median)"
     else:
@@ -87,12 +90,12 @@ class Request:
 
 
 def generate(
-    engine: SlotEngine,
-    prompts: Sequence[Sequence[int]],
-    request: Request,
-    *,
-    clock: CompileClock,
-    on_finished: Callable[[Row], None] = lambda row: None,
+  engine: SlotEngine,
+  prompts: Sequence[Sequence[int]],
+  request: Request,
+  *,
+  clock: CompileClock,
+  on_finished: Callable[[Row], None] = lambda row: None,
 ) -> tuple[list[Row], Timing]:
   """Returns every prompt's row, in input order, and how long it took.
 

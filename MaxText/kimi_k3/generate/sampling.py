@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kimi_k3.errors import InputError
@@ -36,7 +37,7 @@ class Sampler:
       raise InputError(f"decode_sampling_temperature is {self.temperature}, expected a positive number")
 
   def __call__(
-      self, logits: Float[Array, "B X"], rows: Int[Array, " B"], steps: Int[Array, " B"]
+    self, logits: Float[Array, "B X"], rows: Int[Array | np.ndarray, " B"], steps: Int[Array | np.ndarray, " B"]
   ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """Returns a token for each row, and whether the row's logits were finite: if not, the token means nothing."""
     return _sample(self, logits, jnp.asarray(rows, jnp.int32), jnp.asarray(steps, jnp.int32))

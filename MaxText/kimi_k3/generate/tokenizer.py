@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kimi_k3.errors import InputError
 
@@ -31,6 +31,7 @@ _PATTERN = "|".join((
 ))  # fmt: skip
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
   """What decoding needs of a tokenizer."""
 

@@ -54,11 +54,11 @@ class KDA(nnx.Module):
     self.o_proj = linear((H, K), (D,), (HEADS, HEAD_DIM, EMBED_ATTN))
 
   def __call__(
-      self,
-      h: Float[Array, "B T D"],
-      *,
-      valid: Bool[Array, "B T"] | None = None,
-      resets: Bool[Array, "B T"] | None = None,
+    self,
+    h: Float[Array, "B T D"],
+    *,
+    valid: Bool[Array, "B T"] | None = None,
+    resets: Bool[Array, "B T"] | None = None,
   ) -> Float[Array, "B T D"]:
     """Returns the layer's output and moves the cache on, if there is one.
 
@@ -93,18 +93,18 @@ class KDA(nnx.Module):
     shape = (q.shape[0], *q.shape[2:], v.shape[-1])
     state = jnp.zeros(shape, jnp.float32) if self.cache is None else self.cache.recurrent_state[...]
     o, state = run_kda(
-        q,
-        k,
-        v,
-        a,
-        self.A_log[...],
-        self.dt_bias[...],
-        beta,
-        state,
-        lower_bound=self.config.kda_gate_lower_bound,
-        valid=valid,
-        resets=resets,
-        implementation=self.compute.kda_implementation,
+      q,
+      k,
+      v,
+      a,
+      self.A_log[...],
+      self.dt_bias[...],
+      beta,
+      state,
+      lower_bound=self.config.kda_gate_lower_bound,
+      valid=valid,
+      resets=resets,
+      implementation=self.compute.kda_implementation,
     )
     if self.cache is not None:
       self.cache.recurrent_state[...] = state

@@ -37,13 +37,17 @@ def stored_leaves(path: str) -> dict[str, jax.ShapeDtypeStruct]:
   import orbax.checkpoint as ocp
 
   if "://" not in path and not (pathlib.Path(path) / _METADATA_FILE).is_file():
-    raise InputError(f"load_parameters_path is {path!r}: no Orbax checkpoint there (no {_METADATA_FILE}); expected OUT/0/items")
+    raise InputError(
+      f"load_parameters_path is {path!r}: no Orbax checkpoint there (no {_METADATA_FILE}); expected OUT/0/items"
+    )
   try:
     metadata = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True).metadata(pathlib.Path(path))
     tree = metadata.tree if hasattr(metadata, "tree") else metadata
     params = tree["params"]["params"]
   except (KeyError, TypeError, ValueError, OSError, json.JSONDecodeError) as error:
-    raise InputError(f"load_parameters_path is {path!r}: not a checkpoint of parameters: {' '.join(str(error).split())}") from error
+    raise InputError(
+      f"load_parameters_path is {path!r}: not a checkpoint of parameters: {' '.join(str(error).split())}"
+    ) from error
   return {name: jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype)) for name, leaf in _flatten(params)}
 
 
@@ -72,14 +76,14 @@ def load_params(path: str, abstract: nnx.State) -> nnx.State:
   check_fit({names[p]: jax.ShapeDtypeStruct(v.shape, v.dtype) for p, v in flat}, stored_leaves(path), path)
   target = nnx.to_pure_dict(jax.tree.map(lambda leaf: leaf, abstract))
   restore_args = jax.tree.map(
-      lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), target
+    lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), target
   )
   checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True))
   try:
     restored = checkpointer.restore(
-        pathlib.Path(path) if "://" not in path else path,
-        item={"params": {"params": target}},
-        restore_args={"params": {"params": restore_args}},
+      pathlib.Path(path) if "://" not in path else path,
+      item={"params": {"params": target}},
+      restore_args={"params": {"params": restore_args}},
     )
   except (ValueError, OSError, KeyError) as error:
     raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:300]}") from error
@@ -99,7 +103,7 @@ def check_fit(model: Mapping[str, jax.ShapeDtypeStruct], stored: Mapping[str, ja
     return
   more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
   raise InputError(
-      f"{path} does not fit the config: {'; '.join(faults[:_SHOWN])}{more}. {_likely_cause(model, stored)}"
+    f"{path} does not fit the config: {'; '.join(faults[:_SHOWN])}{more}. {_likely_cause(model, stored)}"
   )
 
 

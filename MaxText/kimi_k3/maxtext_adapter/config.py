@@ -17,9 +17,9 @@ ModelNames = Literal["kimi-k3", "kimi-linear-48b-a3b", "kimi-k3-tiny"]
 MODEL_NAMES: tuple[str, ...] = get_args(ModelNames)
 
 TOKENIZERS = {
-    "kimi-k3": "moonshotai/Kimi-K3",
-    "kimi-linear-48b-a3b": "moonshotai/Kimi-Linear-48B-A3B-Instruct",
-    "kimi-k3-tiny": "moonshotai/Kimi-K3",
+  "kimi-k3": "moonshotai/Kimi-K3",
+  "kimi-linear-48b-a3b": "moonshotai/Kimi-Linear-48B-A3B-Instruct",
+  "kimi-k3-tiny": "moonshotai/Kimi-K3",
 }
 
 
@@ -27,8 +27,8 @@ class KimiMaxTextConfig(types.MaxTextConfig):
   """MaxTextConfig plus what Kimi K3 needs. Other models go through it unchanged: their new fields stay None."""
 
   # Looked up when a config is read, so that it does not matter whether register() ran before this class was made.
-  decoder_block: Annotated[DecoderBlockType, pydantic.PlainValidator(lambda name: DecoderBlockType(name))] = pydantic.Field(
-      DecoderBlockType.LLAMA2, description="The layers of the decoder."
+  decoder_block: Annotated[DecoderBlockType, pydantic.PlainValidator(lambda name: DecoderBlockType(name))] = (
+    pydantic.Field(DecoderBlockType.LLAMA2, description="The layers of the decoder.")
   )
   model_name: types.ModelName | ModelNames = pydantic.Field("default", description="Name of the model's YAML.")
   expert_latent_dim: int | None = pydantic.Field(None, description="Width of the experts' latent; null: no latent.")
@@ -59,7 +59,7 @@ class KimiMaxTextConfig(types.MaxTextConfig):
   packed_modules: list[str] | None = pydantic.Field(None, description="Modules whose matrices are stored in MXFP4.")
   float32_leaves: list[str] | None = pydantic.Field(None, description="Kinds of leaves stored in float32.")
   kda_implementation: Literal["portable", "tokamax_xla_chunked", "tokamax_mosaic"] = pydantic.Field(
-      "portable", description="Chunked KDA, by name: never chosen by a failure of another."
+    "portable", description="Chunked KDA, by name: never chosen by a failure of another."
   )
   expert_implementation: Literal["portable"] = pydantic.Field("portable", description="Routed experts, by name.")
   decode_sampling_seed: int = pydantic.Field(0, description="Of the draws when decode_sampling_strategy is weighted.")
@@ -80,7 +80,7 @@ class KimiMaxTextConfig(types.MaxTextConfig):
     if self.decoder_block.value != DECODER_BLOCK:
       if self.model_name in MODEL_NAMES:
         raise ValueError(
-            f"model_name is {self.model_name}, but its YAML was not found: decoder_block is {self.decoder_block.value}"
+          f"model_name is {self.model_name}, but its YAML was not found: decoder_block is {self.decoder_block.value}"
         )
       return self
     try:
@@ -103,40 +103,40 @@ def architecture(config: Any) -> KimiK3Config:
 def compute_config(config: Any) -> ComputeConfig:
   """Returns how to compute, from MaxText's HyperParameters."""
   return ComputeConfig(
-      dtype=config.dtype,
-      weight_dtype=config.weight_dtype,
-      precision=str(getattr(config.matmul_precision, "value", config.matmul_precision)),
-      kda_implementation=config.kda_implementation,
-      expert_implementation=config.expert_implementation,
+    dtype=config.dtype,
+    weight_dtype=config.weight_dtype,
+    precision=str(getattr(config.matmul_precision, "value", config.matmul_precision)),
+    kda_implementation=config.kda_implementation,
+    expert_implementation=config.expert_implementation,
   )
 
 
 # Switches of MaxText that would be parsed and ignored by this model, or mean something else: (key, the only value).
 _ONLY = {
-    "global_parameter_scale": 1,
-    "attention_type": "mla",
-    "mla_naive_kvcache": False,
-    "use_mla_absorbed_mqa": False,
-    "use_multimodal": False,
-    "use_audio": False,
-    "quantization": "",
-    "quantize_kvcache": False,
-    "use_indexer": False,
-    "stack_prefill_result_cache": False,
-    "enable_dropout": False,
-    "use_untrainable_positional_embedding": False,
-    "trainable_position_size": -1,
-    "final_logits_soft_cap": None,
-    "attn_logits_soft_cap": None,
-    "normalize_embedding_logits": True,
-    "fused_qkv": False,
-    "fused_mlp": False,
-    "use_qk_norm": False,
-    "use_qk_clip": False,
-    "param_scan_axis": 0,
-    "mhc_expansion_rate": 1,
-    "engram_layers": [],
-    "enable_prefix_caching": False,
+  "global_parameter_scale": 1,
+  "attention_type": "mla",
+  "mla_naive_kvcache": False,
+  "use_mla_absorbed_mqa": False,
+  "use_multimodal": False,
+  "use_audio": False,
+  "quantization": "",
+  "quantize_kvcache": False,
+  "use_indexer": False,
+  "stack_prefill_result_cache": False,
+  "enable_dropout": False,
+  "use_untrainable_positional_embedding": False,
+  "trainable_position_size": -1,
+  "final_logits_soft_cap": None,
+  "attn_logits_soft_cap": None,
+  "normalize_embedding_logits": True,
+  "fused_qkv": False,
+  "fused_mlp": False,
+  "use_qk_norm": False,
+  "use_qk_clip": False,
+  "param_scan_axis": 0,
+  "mhc_expansion_rate": 1,
+  "engram_layers": [],
+  "enable_prefix_caching": False,
 }
 
 _NOT_SUPPORTED_PARALLELISM = (
@@ -160,8 +160,8 @@ def _unsupported(config: KimiMaxTextConfig):
 def _mesh_faults(config: KimiMaxTextConfig):
   """Sizes that the mesh would have to cut unevenly. An automatic size (-1) is checked when the mesh is made."""
   tensor, expert = (
-      getattr(config, f"ici_{axis}_parallelism") * max(1, getattr(config, f"dcn_{axis}_parallelism"))
-      for axis in ("tensor", "expert")
+    getattr(config, f"ici_{axis}_parallelism") * max(1, getattr(config, f"dcn_{axis}_parallelism"))
+    for axis in ("tensor", "expert")
   )
   for key in ("base_num_query_heads", "kda_num_heads"):
     if tensor > 1 and getattr(config, key) % tensor:

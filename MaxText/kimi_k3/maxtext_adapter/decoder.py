@@ -40,13 +40,13 @@ class KimiDecoder(nnx_decoders.NNXDecoder):
     del decoder_block_classes
     self.architecture, self.compute = architecture(self.config), compute_config(self.config)
     build_layers(
-        self,
-        self.architecture,
-        self.compute,
-        functools.partial(self._make_attention, mesh),
-        rngs,
-        scan=self.config.scan_layers,
-        stack=_stack,
+      self,
+      self.architecture,
+      self.compute,
+      functools.partial(self._make_attention, mesh),
+      rngs,
+      scan=self.config.scan_layers,
+      stack=_stack,
     )
 
   def _make_attention(self, mesh: Any, kind: LayerKind, rngs: nnx.Rngs) -> nnx.Module:
@@ -60,81 +60,81 @@ class KimiDecoder(nnx_decoders.NNXDecoder):
     return KDA(self.architecture, self.compute, rngs, cache=cache)
 
   def __call__(
-      self,
-      shared_embedding: nnx.Module,
-      decoder_input_tokens: Array,
-      decoder_positions: Array,
-      decoder_segment_ids: Array | None = None,
-      deterministic: bool = False,
-      model_mode: str = MODEL_MODE_TRAIN,
-      previous_chunk: Array | None = None,
-      slot: int | None = None,
-      kv_caches: list[Array] | None = None,
-      attention_metadata: Any = None,
-      deepstack_visual_embeds: list[Array] | None = None,
-      multimodal_input: Any = None,
-      forced_routed_experts: Array | None = None,
-      decoder_input_embeddings: Array | None = None,
+    self,
+    shared_embedding: nnx.Module,
+    decoder_input_tokens: Array,
+    decoder_positions: Array,
+    decoder_segment_ids: Array | None = None,
+    deterministic: bool = False,
+    model_mode: str = MODEL_MODE_TRAIN,
+    previous_chunk: Array | None = None,
+    slot: int | None = None,
+    kv_caches: list[Array] | None = None,
+    attention_metadata: Any = None,
+    deepstack_visual_embeds: list[Array] | None = None,
+    multimodal_input: Any = None,
+    forced_routed_experts: Array | None = None,
+    decoder_input_embeddings: Array | None = None,
   ) -> tuple[Array, Array, None]:
     """Returns (logits [B, T, X], what the final norm saw [B, T, D], None)."""
     del slot
     refused = {
-        "kv_caches": kv_caches,
-        "attention_metadata": attention_metadata,
-        "deepstack_visual_embeds": deepstack_visual_embeds,
-        "multimodal_input": multimodal_input,
-        "forced_routed_experts": forced_routed_experts,
+      "kv_caches": kv_caches,
+      "attention_metadata": attention_metadata,
+      "deepstack_visual_embeds": deepstack_visual_embeds,
+      "multimodal_input": multimodal_input,
+      "forced_routed_experts": forced_routed_experts,
     }
     given = [name for name, value in refused.items() if value is not None]
     if given:
       raise NotImplementedError(f"{', '.join(given)}: not supported by the Kimi K3 decoder")
     logits, hidden, _ = self.trace(
-        shared_embedding,
-        decoder_input_tokens,
-        decoder_positions,
-        decoder_segment_ids,
-        deterministic=deterministic,
-        model_mode=model_mode,
-        previous_chunk=previous_chunk,
-        decoder_input_embeddings=decoder_input_embeddings,
+      shared_embedding,
+      decoder_input_tokens,
+      decoder_positions,
+      decoder_segment_ids,
+      deterministic=deterministic,
+      model_mode=model_mode,
+      previous_chunk=previous_chunk,
+      decoder_input_embeddings=decoder_input_embeddings,
     )
     return logits, hidden, None
 
   def trace(
-      self,
-      shared_embedding: nnx.Module,
-      tokens: Array,
-      positions: Array,
-      segment_ids: Array | None,
-      *,
-      deterministic: bool,
-      model_mode: str,
-      previous_chunk: Array | None = None,
-      decoder_input_embeddings: Array | None = None,
+    self,
+    shared_embedding: nnx.Module,
+    tokens: Array,
+    positions: Array,
+    segment_ids: Array | None,
+    *,
+    deterministic: bool,
+    model_mode: str,
+    previous_chunk: Array | None = None,
+    decoder_input_embeddings: Array | None = None,
   ) -> tuple[Array, Array, Array | None]:
     """Returns logits, what the final norm saw, and the chosen experts [MoE layers, B, T, S]."""
     embedded = self._apply_embedding(
-        shared_embedding,
-        tokens,
-        positions,
-        deterministic,
-        model_mode,
-        decoder_input_embeddings=decoder_input_embeddings,
+      shared_embedding,
+      tokens,
+      positions,
+      deterministic,
+      model_mode,
+      decoder_input_embeddings=decoder_input_embeddings,
     )
     step = model_mode == MODEL_MODE_AUTOREGRESSIVE
     if step and tokens.shape[1] != 1:
       raise NotImplementedError(f"a decoding step takes one token a row, not {tokens.shape[1]}")
     valid, resets = (None, None) if segment_ids is None or step else _segments(segment_ids, model_mode)
     upstream = {
-        "positions": positions,
-        "segment_ids": segment_ids,
-        "model_mode": model_mode,
-        "deterministic": deterministic,
-        "previous_chunk": previous_chunk,
+      "positions": positions,
+      "segment_ids": segment_ids,
+      "model_mode": model_mode,
+      "deterministic": deterministic,
+      "previous_chunk": previous_chunk,
     }
     context = Context(valid, resets, upstream)
     hidden, chosen = run_layers(
-        self, self.architecture, embedded, context, scan=self.config.scan_layers, remat=self._remat(model_mode)
+      self, self.architecture, embedded, context, scan=self.config.scan_layers, remat=self._remat(model_mode)
     )
     logits = self.apply_output_head(shared_embedding, hidden, deterministic, model_mode)
     return logits, hidden, chosen
@@ -160,5 +160,5 @@ def _segments(segment_ids: Array, model_mode: str) -> tuple[Array, Array | None]
 
 def _stack(make, count: int, rngs: nnx.Rngs) -> nnx.Module:
   return nnx_scan.create_scanned_layers(
-      make, length=count, param_scan_axis=0, metadata_axis_name=_SCAN_AXIS_NAME, rngs=rngs
+    make, length=count, param_scan_axis=0, metadata_axis_name=_SCAN_AXIS_NAME, rngs=rngs
   )

@@ -53,7 +53,7 @@ class Engine:
     if not 0 < true_length <= tokens.shape[0]:
       raise ValueError(f"true_length {true_length} of {tokens.shape[0]} tokens")
     prefix, _ = self._engine.prefill(
-        params=self._params, padded_tokens=jnp.asarray(tokens), true_length=true_length, rng=jax.random.PRNGKey(0)
+      params=self._params, padded_tokens=jnp.asarray(tokens), true_length=true_length, rng=jax.random.PRNGKey(0)
     )
     logits = prefix["logits"][0, 0]
     with warnings.catch_warnings():
@@ -91,20 +91,23 @@ def make_forward(config: Any) -> Forward:
 
   @jax.jit
   def forward(params, tokens, true_length):
-    with mesh, logical_axis_rules(config.logical_axis_rules):
-      model = nnx.merge(graph, params, rest, copy=True)
-      positions = jnp.arange(tokens.shape[0])
-      logits, _, chosen = model.decoder.trace(
-          model.token_embedder,
-          tokens[None],
-          positions[None],
-          (positions < true_length).astype(jnp.int32)[None],
-          deterministic=True,
-          model_mode=MODEL_MODE_TRAIN,
-      )
+    model = nnx.merge(graph, params, rest, copy=True)
+    positions = jnp.arange(tokens.shape[0])
+    logits, _, chosen = model.decoder.trace(
+      model.token_embedder,
+      tokens[None],
+      positions[None],
+      (positions < true_length).astype(jnp.int32)[None],
+      deterministic=True,
+      model_mode=MODEL_MODE_TRAIN,
+    )
     return logits[0].astype(jnp.float32), None if chosen is None else chosen[:, 0]
 
-  return lambda tokens, true_length: forward(params, jnp.asarray(tokens), true_length)
+  def run(tokens: np.ndarray, true_length: int) -> tuple[Array, Array | None]:
+    with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
+      return forward(params, jnp.asarray(tokens), true_length)
+
+  return run
 
 
 def abstract_model(config: Any, model_mode: str) -> tuple[jax.sharding.Mesh, nnx.Module]:
@@ -133,4 +136,3 @@ def checkpoint_path(config: Any) -> str:
   if not config.load_parameters_path:
     raise InputError("load_parameters_path is empty: give the OUT/0/items of a converted checkpoint")
   return str(config.load_parameters_path)
-

@@ -23,9 +23,9 @@ class KimiMaxEngine(maxengine.MaxEngine):
     _, abstract, _, rest = nnx.split(self.model, nnx.Param, nnx.Cache, ...)
     with logical_axis_rules(self.config.logical_axis_rules):
       placed = jax.tree.map(
-          lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-          abstract,
-          sharding.nnx_construct_named_sharding(abstract, self._mesh),
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        abstract,
+        sharding.nnx_construct_named_sharding(abstract, self._mesh),
       )
     if params is None:
       params = load_params(checkpoint_path(self.config), placed)
@@ -33,7 +33,7 @@ class KimiMaxEngine(maxengine.MaxEngine):
       params = jax.tree.map(lambda leaf, place: jax.device_put(leaf, place.sharding), params, placed)
     self._nnx_rest_state = concrete_rest(rest)
     self.abstract_params = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params
+      lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params
     )
     self._find_cache_shardings()
     return params
@@ -43,7 +43,7 @@ class KimiMaxEngine(maxengine.MaxEngine):
       return jax.tree.map(lambda spec: jax.sharding.NamedSharding(self._mesh, spec), annotations)
 
     self.prefill_kv_cache_annotations = maxtext_utils.get_prefill_kv_cache_annotations_nnx(
-        self.model, self.config, self._mesh
+      self.model, self.config, self._mesh
     )
     self.kv_cache_annotations = maxtext_utils.get_kv_cache_annotations_nnx(self.model_ar, self.config, self._mesh)
     self.prefill_kv_cache_shardings = named(self.prefill_kv_cache_annotations)

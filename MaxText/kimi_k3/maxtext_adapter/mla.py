@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 from maxtext.common.common_types import (
-    DECODING_ACTIVE_SEQUENCE_INDICATOR,
-    MODEL_MODE_AUTOREGRESSIVE,
-    MODEL_MODE_TRAIN,
-    AttentionType,
+  DECODING_ACTIVE_SEQUENCE_INDICATOR,
+  MODEL_MODE_AUTOREGRESSIVE,
+  MODEL_MODE_TRAIN,
+  AttentionType,
 )
 from maxtext.layers import attention_mla
 from maxtext.utils import max_utils
@@ -33,46 +33,46 @@ class KimiMLA(attention_mla.MLA):
   """MLA without rotation, with an optional output gate: out = o_proj(attention * sigmoid(g_proj h))."""
 
   def __init__(
-      self, upstream: Any, config: KimiK3Config, compute: ComputeConfig, mesh: Any, model_mode: str, rngs: nnx.Rngs
+    self, upstream: Any, config: KimiK3Config, compute: ComputeConfig, mesh: Any, model_mode: str, rngs: nnx.Rngs
   ):
     batch, length = max_utils.get_batch_seq_len_for_mode(upstream, model_mode)
     shape = (batch, length, config.hidden_size)
     super().__init__(
-        config=upstream,
-        num_query_heads=config.num_heads,
-        num_kv_heads=config.num_heads,
-        head_dim=config.qk_nope_head_dim + config.qk_rope_head_dim,
-        max_target_length=upstream.max_target_length,
-        max_prefill_predict_length=upstream.max_prefill_predict_length,
-        mesh=mesh,
-        attention_kernel=upstream.attention,
-        attention_type=AttentionType.MLA,
-        inputs_q_shape=shape,
-        inputs_kv_shape=shape,
-        dtype=upstream.dtype,
-        weight_dtype=upstream.weight_dtype,
-        float32_qk_product=upstream.float32_qk_product,
-        float32_logits=upstream.float32_logits,
-        q_lora_rank=config.q_lora_rank or 0,
-        kv_lora_rank=config.kv_lora_rank,
-        qk_nope_head_dim=config.qk_nope_head_dim,
-        qk_rope_head_dim=config.qk_rope_head_dim,
-        v_head_dim=config.v_head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        original_max_position_embeddings=config.max_position_embeddings,  # equal: softmax scale without mscale
-        model_mode=model_mode,
-        rngs=rngs,
+      config=upstream,
+      num_query_heads=config.num_heads,
+      num_kv_heads=config.num_heads,
+      head_dim=config.qk_nope_head_dim + config.qk_rope_head_dim,
+      max_target_length=upstream.max_target_length,
+      max_prefill_predict_length=upstream.max_prefill_predict_length,
+      mesh=mesh,
+      attention_kernel=upstream.attention,
+      attention_type=AttentionType.MLA,
+      inputs_q_shape=shape,
+      inputs_kv_shape=shape,
+      dtype=upstream.dtype,
+      weight_dtype=upstream.weight_dtype,
+      float32_qk_product=upstream.float32_qk_product,
+      float32_logits=upstream.float32_logits,
+      q_lora_rank=config.q_lora_rank or 0,
+      kv_lora_rank=config.kv_lora_rank,
+      qk_nope_head_dim=config.qk_nope_head_dim,
+      qk_rope_head_dim=config.qk_rope_head_dim,
+      v_head_dim=config.v_head_dim,
+      max_position_embeddings=config.max_position_embeddings,
+      original_max_position_embeddings=config.max_position_embeddings,  # equal: softmax scale without mscale
+      model_mode=model_mode,
+      rngs=rngs,
     )
     self.kv_norm.epsilon = INNER_EPS
     if config.q_lora_rank:
       self.q_norm.epsilon = INNER_EPS
     if config.mla_use_output_gate:
       self.gate = Linear(
-          (config.hidden_size,),
-          (config.num_heads, config.v_head_dim),
-          axes=(EMBED_ATTN, HEADS, HEAD_DIM),
-          compute=compute,
-          rngs=rngs,
+        (config.hidden_size,),
+        (config.num_heads, config.v_head_dim),
+        axes=(EMBED_ATTN, HEADS, HEAD_DIM),
+        compute=compute,
+        rngs=rngs,
       )
     self.has_gate = config.mla_use_output_gate
 
@@ -86,14 +86,14 @@ class KimiMLA(attention_mla.MLA):
     return inputs
 
   def __call__(
-      self,
-      x: Float[Array, "B T D"],
-      *,
-      positions: Array,
-      segment_ids: Array | None,
-      model_mode: str,
-      deterministic: bool,
-      previous_chunk: Array | None,
+    self,
+    x: Float[Array, "B T D"],
+    *,
+    positions: Array,
+    segment_ids: Array | None,
+    model_mode: str,
+    deterministic: bool,
+    previous_chunk: Array | None,
   ) -> Float[Array, "B T D"]:
     """Returns the gated attention output and moves the latent cache on."""
     del deterministic  # there is no dropout inside
@@ -118,9 +118,7 @@ class KimiMLA(attention_mla.MLA):
     query, _ = self.mla_query_projection(x, positions, MODEL_MODE_AUTOREGRESSIVE)  # scaled, [B, 1, H, N + R]
     nope, tail = jnp.split(query, [self.qk_nope_head_dim], axis=-1)
     latent, new_tail = jnp.split(self.wkv_a(x), [self.kv_lora_rank], axis=-1)
-    prefill, generated = self.MlaKVCache_0(
-        self.kv_norm(latent), new_tail[:, :, None], None, MODEL_MODE_AUTOREGRESSIVE
-    )
+    prefill, generated = self.MlaKVCache_0(self.kv_norm(latent), new_tail[:, :, None], None, MODEL_MODE_AUTOREGRESSIVE)
     parts = [_cached(*part[:3]) for part in (prefill, generated)]
     to_key, to_value = self._absorbed_weights(self.dtype)
     return absorbed_attention(nope, tail, to_key, to_value, parts, precision=self.config.matmul_precision)

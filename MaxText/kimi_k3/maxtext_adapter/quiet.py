@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator
 
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
   """Drops what is printed, logged below an error, or warned of while MaxText is imported or builds something."""

@@ -44,8 +44,8 @@ def _register() -> None:
     return
   block_types = common_types.DecoderBlockType
   readers = [
-      getattr(pyconfig, name)
-      for name in ("initialize", "initialize_pydantic", "_initialize_pydantic", "_prepare_for_pydantic")
+    getattr(pyconfig, name)
+    for name in ("initialize", "initialize_pydantic", "_initialize_pydantic", "_prepare_for_pydantic")
   ]
   _assert_seams(block_types, readers, types.MaxTextConfig, models, nnx_decoders, pyconfig)
 
@@ -72,9 +72,9 @@ def register_engine() -> None:
     return
   static = ("tokens_idx", "valid_idx", "length_idx", "samples_per_slot")
   jax.tree_util.register_pytree_node(
-      results,
-      lambda r: ((r.data, r.log_prob), tuple(getattr(r, name) for name in static)),
-      lambda aux, children: results(data=children[0], log_prob=children[1], **dict(zip(static, aux, strict=True))),
+    results,
+    lambda r: ((r.data, r.log_prob), tuple(getattr(r, name) for name in static)),
+    lambda aux, children: results(data=children[0], log_prob=children[1], **dict(zip(static, aux, strict=True))),
   )
   setattr(results, _MARK, True)
 
@@ -87,7 +87,9 @@ def check_version() -> None:
   except importlib.metadata.PackageNotFoundError as error:
     raise InputError(f"maxtext is not installed; install maxtext=={supported}") from error
   if found not in SUPPORTED_VERSIONS:
-    raise InputError(f"maxtext {found} is installed, this package is tested with {supported}: install maxtext=={supported}")
+    raise InputError(
+      f"maxtext {found} is installed, this package is tested with {supported}: install maxtext=={supported}"
+    )
 
 
 def _assert_seams(block_types, readers, config_class, models, nnx_decoders, pyconfig) -> None:
@@ -95,7 +97,7 @@ def _assert_seams(block_types, readers, config_class, models, nnx_decoders, pyco
   if not (issubclass(block_types, enum.Enum) and "DEFAULT" in block_types.__members__):
     faults.append("common_types.DecoderBlockType is no enum")
   faults += [
-      f"pyconfig.{r.__name__} has no default config class" for r in readers if config_class not in (r.__defaults__ or ())
+    f"pyconfig.{r.__name__} has no default config class" for r in readers if config_class not in (r.__defaults__ or ())
   ]
   if models.NNXDecoder is not nnx_decoders.NNXDecoder:
     faults.append("models.NNXDecoder is not nnx_decoders.NNXDecoder")
@@ -164,7 +166,9 @@ def _extra_settings(pyconfig: Any, argv: list[str] | None, kwargs: dict[str, Any
   if known.get("decoder_block") != DECODER_BLOCK:
     return {}
   if missing := sorted(REQUIRED_KEYS - set(known)):
-    raise ValueError(f"{path} with model_name {name}: missing {', '.join(missing)}: MaxText's own defaults would be used")
+    raise ValueError(
+      f"{path} with model_name {name}: missing {', '.join(missing)}: MaxText's own defaults would be used"
+    )
   extra = {} if found_by_maxtext else _without_contradictions(model, given, bool(known.get("override_model_config")))
   checkpoint = own.get("load_parameters_path")
   if checkpoint and "load_parameters_path" not in given and "://" not in checkpoint:

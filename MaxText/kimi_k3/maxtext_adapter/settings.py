@@ -18,11 +18,11 @@ _SETTING = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 
 # What a run of ours never needs of MaxText, and would trip over: run directories, the trainer's checkpoint manager.
 _DEFAULTS = {
-    "run_name": "kimi-k3",
-    "base_output_directory": "maxtext_output",
-    "enable_checkpointing": False,
-    "log_config": False,
-    "skip_jax_distributed_system": True,
+  "run_name": "kimi-k3",
+  "base_output_directory": "maxtext_output",
+  "enable_checkpointing": False,
+  "log_config": False,
+  "skip_jax_distributed_system": True,
 }
 
 
@@ -36,7 +36,9 @@ def explicit_settings(path: str, settings: Sequence[str]) -> dict[str, Any]:
   import yaml
 
   if not pathlib.Path(path).is_file():
-    raise InputError(f"{path}: no such file; expected a YAML config such as the decode.yml that `kimi-k3 convert` writes")
+    raise InputError(
+      f"{path}: no such file; expected a YAML config such as the decode.yml that `kimi-k3 convert` writes"
+    )
   faulty = [s for s in settings if not _SETTING.fullmatch(s)]
   if faulty:
     raise InputError(f"{' '.join(faulty)}: expected key=value after {path}")
@@ -75,8 +77,8 @@ def read_config(path: str, settings: Sequence[str], **derived: Any) -> Any:
     raise InputError(f"{path}: {_key_fault(error)}") from error
   if config.decoder_block.value != DECODER_BLOCK:
     raise InputError(
-        f"{path}: decoder_block is {config.decoder_block.value}, expected {DECODER_BLOCK}: give model_name=kimi-k3 or use the "
-        "decode.yml of a converted checkpoint"
+      f"{path}: decoder_block is {config.decoder_block.value}, expected {DECODER_BLOCK}: give model_name=kimi-k3 or use the "
+      "decode.yml of a converted checkpoint"
     )
   return config
 
@@ -87,7 +89,9 @@ def _validation_faults(error: pydantic.ValidationError) -> str:
   faults = []
   for fault in error.errors():
     if fault["loc"][:1] == ("model_name",):  # MaxText's own message lists its hundred names, once for each way to match
-      faults.append(f"model_name is {fault['input']!r}: unknown; the models of this family are {', '.join(MODEL_NAMES)}")
+      faults.append(
+        f"model_name is {fault['input']!r}: unknown; the models of this family are {', '.join(MODEL_NAMES)}"
+      )
       continue
     place = ".".join(str(part) for part in fault["loc"] if not str(part).startswith(("literal", "lax-or-strict")))
     message = fault["msg"].removeprefix("Value error, ")
@@ -105,4 +109,3 @@ def _key_fault(error: Exception) -> str:
 
 def _one_line(error: BaseException) -> str:
   return " ".join(str(error).split())
-

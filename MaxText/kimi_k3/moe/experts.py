@@ -36,7 +36,7 @@ class _Tiles(NamedTuple):
 
 
 def apply_experts(
-    x: Float[Array, "N L"], ids: Int[Array, "N S"], weights: Float[Array, "N S"], num_experts: int, expert: ExpertFn
+  x: Float[Array, "N L"], ids: Int[Array, "N S"], weights: Float[Array, "N S"], num_experts: int, expert: ExpertFn
 ) -> Float[Array, "N L"]:
   """Returns the weighted sum of each token's chosen experts, in float32.
 
@@ -92,7 +92,7 @@ class Experts(nnx.Module):
         setattr(self, name, nnx.Param(random_matrix(rngs, shape, shape[1], compute.weight_dtype), out_sharding=axes))
 
   def __call__(
-      self, x: Float[Array, "N L"], ids: Int[Array, "N S"], weights: Float[Array, "N S"]
+    self, x: Float[Array, "N L"], ids: Int[Array, "N S"], weights: Float[Array, "N S"]
   ) -> Float[Array, "N L"]:
     """Returns the weighted sum over each token's experts, in float32."""
     return apply_experts(x, ids, weights, self.config.num_experts, self._expert)
@@ -111,11 +111,11 @@ class Experts(nnx.Module):
     else:
       weight, contract = _take(getattr(self, name)[...], e).astype(dtype), ((1,), (0,))
     return jax.lax.dot_general(
-        rows.astype(dtype),
-        weight,
-        (contract, ((), ())),
-        precision=self.compute.precision,
-        preferred_element_type=jnp.float32,
+      rows.astype(dtype),
+      weight,
+      (contract, ((), ())),
+      precision=self.compute.precision,
+      preferred_element_type=jnp.float32,
     )
 
 

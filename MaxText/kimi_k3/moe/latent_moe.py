@@ -74,4 +74,3 @@ class LatentMoE(nnx.Module):
 def dense_mlp(config: KimiK3Config, compute: ComputeConfig, rngs: nnx.Rngs) -> GatedMLP:
   """Returns the dense MLP of a layer without routed experts."""
   return GatedMLP(config, config.dense_mlp_dim, packed=False, compute=compute, rngs=rngs)
-

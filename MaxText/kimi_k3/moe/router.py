@@ -15,7 +15,7 @@ _WEIGHT_SUM_EPS = 1e-20
 
 
 def route(
-    scores: Float[Array, "*rows E"], bias: Float[Array, " E"], *, num_selected: int, renormalize: bool, scaling: float
+  scores: Float[Array, "*rows E"], bias: Float[Array, " E"], *, num_selected: int, renormalize: bool, scaling: float
 ) -> tuple[Int[Array, "*rows S"], Float[Array, "*rows S"]]:
   """Returns the chosen experts, best selection score first, and their combine weights.
 
@@ -56,9 +56,9 @@ class Router(nnx.Module):
     logits = jnp.dot(x.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST)
     c = self.config
     return route(
-        jax.nn.sigmoid(logits),
-        self.bias[...].astype(jnp.float32),
-        num_selected=c.num_experts_per_token,
-        renormalize=c.moe_renormalize,
-        scaling=c.routed_scaling_factor,
+      jax.nn.sigmoid(logits),
+      self.bias[...].astype(jnp.float32),
+      num_selected=c.num_experts_per_token,
+      renormalize=c.moe_renormalize,
+      scaling=c.routed_scaling_factor,
     )

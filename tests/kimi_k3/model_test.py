@@ -1,0 +1,172 @@
+"""The whole model against the numpy reference: the numerical proof, part of the default run.
+
+Everything is float32 with full-precision products, on weights in their stored dtypes. The tolerances are the golden
+cases' own (tests/reference/README.md): float32 noise is 3e-5 of the largest logit there, the smallest misreading of the
+model 2.3e-4, and no rounding of that size can tip an expert or a greedy token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+LOGITS_TOLERANCE = 1e-4  # of the largest logit
+STATE_TOLERANCE = 1e-4  # of the largest element
+NEW_TOKENS = 32
+
+FORMS = [
+  pytest.param("--scan", "as-stored", id="scan-as-stored"),
+  pytest.param("--no-scan", "as-stored", id="unrolled-as-stored"),
+  pytest.param("--scan", "bf16", id="scan-bf16"),
+  pytest.param("--no-scan", "bf16", id="unrolled-bf16"),
+]
+
+
+@dataclasses.dataclass
+class Expected:
+  """What the reference says of one checkpoint.
+
+  Attributes:
+    prompts: Token ids of each prompt.
+    logits: [T, X] of each.
+    experts: Chosen experts [MoE layers, T, S] of each.
+    greedy: The continuation of each, the end token ignored.
+    states: Of each prompt, the state [H, K, V] after it by 0-based KDA layer.
+  """
+
+  prompts: list[list[int]]
+  logits: list[np.ndarray]
+  experts: list[np.ndarray]
+  greedy: list[list[int]]
+  states: list[dict[int, np.ndarray]]
+
+  @classmethod
+  def of_golden(cls, case: Any) -> Expected:
+    a, count = case.arrays, range(len(case.prompts))
+    kda = [int(name.split("_")[-1]) for name in a if name.startswith("kda_state_0_")]
+    return cls(
+      case.prompts,
+      [a[f"logits_{i}"] for i in count],
+      [a[f"expert_ids_{i}"] for i in count],
+      case.greedy,
+      [{layer: a[f"kda_state_{i}_{layer}"] for layer in kda} for i in count],
+    )
+
+  @classmethod
+  def by_reference(cls, reference: Any, checkpoint: Path, prompts: list[list[int]]) -> Expected:
+    ckpt = reference.load_checkpoint(checkpoint)
+    traces = [reference.forward(ckpt, np.array([p]), trace=True) for p in prompts]
+    layers = [t["layers"] for t in traces]
+    return cls(
+      prompts,
+      [t["logits"][0] for t in traces],
+      [np.array([x["expert_ids"][0] for x in rows if "expert_ids" in x]) for rows in layers],
+      [reference.greedy(ckpt, np.array(p), NEW_TOKENS)[0].tolist() for p in prompts],
+      [{i: x["state"][0] for i, x in enumerate(rows) if "state" in x} for rows in layers],
+    )
+
+
+def check_forward(config: Any, expected: Expected) -> None:
+  """One pass over each prompt, without caches: every logit, every choice of experts."""
+  from kimi_k3.maxtext_adapter.engine import make_forward
+
+  forward = make_forward(config)
+  length = max(map(len, expected.prompts))
+  for i, prompt in enumerate(expected.prompts):
+    tokens = np.full(length, 7, np.int32)  # what stands in the pads must not matter
+    tokens[: len(prompt)] = prompt
+    logits, chosen = (np.asarray(x)[..., : len(prompt), :] for x in forward(tokens, len(prompt)))
+    assert_close(logits, expected.logits[i], LOGITS_TOLERANCE, f"logits of prompt {i}")
+    np.testing.assert_array_equal(np.sort(chosen, axis=-1), np.sort(expected.experts[i], axis=-1))
+
+
+def check_decode(config_of: Callable[..., Any], expected: Expected) -> None:
+  """Prefill of padded prompts into slots, states after it, then greedy steps of all slots together."""
+  from kimi_k3.generate.clock import CompileClock
+  from kimi_k3.generate.loop import Request, generate
+  from kimi_k3.generate.sampling import GREEDY, Sampler
+  from kimi_k3.maxtext_adapter.config import architecture
+  from kimi_k3.maxtext_adapter.engine import Engine
+
+  longest = max(map(len, expected.prompts))
+  lengths = {"max_prefill_predict_length": longest, "max_target_length": longest + NEW_TOKENS}
+  config = config_of(**lengths, per_device_batch_size=len(expected.prompts))
+  engine = Engine(config)
+  for slot, prompt in enumerate(expected.prompts):
+    tokens = np.zeros(longest, np.int32)
+    tokens[: len(prompt)] = prompt
+    logits = np.asarray(engine.prefill(slot, tokens, len(prompt)))
+    largest = np.abs(expected.logits[slot]).max()
+    assert np.abs(logits - expected.logits[slot][-1]).max() <= LOGITS_TOLERANCE * largest
+  for slot, states in enumerate(expected.states):
+    for layer, state in states.items():
+      found = kda_state(engine, architecture(config), layer, slot, scan=config.scan_layers)
+      assert_close(found, state, STATE_TOLERANCE, f"state of layer {layer} after prompt {slot}")
+  request = Request(NEW_TOKENS, None, Sampler(GREEDY, 1.0, 0), longest)
+  rows, _ = generate(engine, expected.prompts, request, clock=CompileClock())
+  assert [row.ids for row in rows] == expected.greedy
+
+
+def kda_state(engine: Any, architecture: Any, layer: int, slot: int, *, scan: bool) -> np.ndarray:
+  """The state [H, K, V] of one slot in one layer."""
+  from kimi_k3.layout import place
+
+  where = place(architecture, layer, scan=scan)
+  cache = engine.cache
+  for name in where.path.split("."):
+    cache = cache[name]
+  state = cache["attention"]["cache"]["recurrent_state"]
+  return np.asarray(state[slot] if where.index is None else state[where.index, slot])
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float, what: str) -> None:
+  """Largest difference over largest expected magnitude; NaN is close to nothing."""
+  error = np.abs(found - expected).max() / np.abs(expected).max()
+  assert error <= tolerance, f"{what}: off by {error:.2e} of the largest, tolerance {tolerance}"
+
+
+@pytest.fixture(scope="session", params=["k3_tiny", "k3_hd128", "kimi_linear_tiny"])
+def golden_case(request: pytest.FixtureRequest) -> Any:
+  return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize(("scan", "experts"), FORMS)
+def test_forward_and_decode_equal_the_golden_case(golden_case, scan, experts, convert, float32_config):
+  if experts == "bf16" and golden_case.name == "kimi-linear-tiny":
+    pytest.skip("nothing is packed: bf16 is as stored")
+  out = convert(golden_case.checkpoint, scan, "--experts", experts)
+  expected = Expected.of_golden(golden_case)
+  check_forward(float32_config(out), expected)
+  check_decode(lambda **settings: float32_config(out, **settings), expected)
+
+
+# Other shapes than the golden cases': tail lengths 0, 1 and 3, snapshots off the edges of the scanned blocks, a number
+# of heads that is no power of two, matrices packed that K3 keeps in bf16.
+SHAPES = {
+  "8-layers-snapshots-of-3": ("--layers", "8", "--set", "attn_res_block_size=3"),
+  "9-layers-3-heads": (
+    *("--layers", "9", "--set", "linear_attn_config.num_heads=3"),
+    *("--set", "num_attention_heads=3", "--set", "num_key_value_heads=3"),
+  ),
+  "17-layers-snapshots-of-5": ("--layers", "17", "--set", "attn_res_block_size=5"),
+  "27-layers-shared-and-latent-packed": ("--layers", "27", "--packed", "experts+shared+latent"),
+}
+
+
+@pytest.mark.parametrize(("scan", "experts"), [FORMS[0], FORMS[3]])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward_and_decode_equal_the_reference_for_other_shapes(
+  shape, scan, experts, tiny_checkpoint, reference, convert, float32_config
+):
+  checkpoint = tiny_checkpoint("--preset", "tiny", "--seed", "5", *SHAPES[shape])
+  out = convert(checkpoint, scan, "--experts", experts)
+  rng = np.random.default_rng(5)
+  prompts = [rng.integers(0, 252, length).tolist() for length in (5, 41)]
+  expected = Expected.by_reference(reference, checkpoint, prompts)
+  check_forward(float32_config(out), expected)
+  check_decode(lambda **settings: float32_config(out, **settings), expected)
