@@ -33,6 +33,7 @@ def gated_activation(
 ) -> Float[Array, "*axes"]:
   """Returns the config's gated activation in float32; the caller casts it back to the compute dtype."""
   if config.hidden_act == "situ":
+    assert config.situ_beta is not None  # KimiK3Config has seen to it
     return situ(gate, up, beta=config.situ_beta, linear_beta=config.situ_linear_beta)
   if config.hidden_act == "silu":
     return jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)

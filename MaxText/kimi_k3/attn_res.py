@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from kimi_k3.config import ComputeConfig
 from kimi_k3.linear import random_matrix
-from kimi_k3.norms import rms_scale
+from kimi_k3.norms import over_last, rms_scale
 from kimi_k3.sharding import NORM
 
 
@@ -34,17 +34,19 @@ def attention_residual(
 
   Source: the released K3 modeling code.
   """
+  filled = jnp.arange(snapshots.shape[0])[:, None, None] < count
   if isinstance(count, int):
     snapshots = snapshots[:count]
+  else:  # a weight of 0 would not silence a NaN
+    snapshots = jnp.where(filled[..., None], snapshots, 0)
   if not snapshots.shape[0]:
     return prefix
-  scores_JBT = jnp.sum(rms_scale(snapshots, eps) * query, axis=-1)
+  scores_JBT = jnp.sum(rms_scale(snapshots, eps) * over_last(query, snapshots.ndim), axis=-1)
   if not isinstance(count, int):
-    filled = jnp.arange(snapshots.shape[0]) < count
-    scores_JBT = jnp.where(filled[:, None, None], scores_JBT, -jnp.inf)
-  score_BT = jnp.sum(rms_scale(prefix, eps) * query, axis=-1)
+    scores_JBT = jnp.where(filled, scores_JBT, -jnp.inf)
+  score_BT = jnp.sum(rms_scale(prefix, eps) * over_last(query, prefix.ndim), axis=-1)
   largest_BT = jnp.maximum(jnp.max(scores_JBT, axis=0), score_BT)
-  weights_JBT, weight_BT = jnp.exp(scores_JBT - largest_BT), jnp.exp(score_BT - largest_BT)
+  weights_JBT, weight_BT = jnp.exp(scores_JBT - largest_BT[None]), jnp.exp(score_BT - largest_BT)
   mixed = jnp.sum(weights_JBT[..., None] * snapshots.astype(jnp.float32), axis=0)
   mixed += weight_BT[..., None] * prefix.astype(jnp.float32)
   total_BT = jnp.sum(weights_JBT, axis=0) + weight_BT

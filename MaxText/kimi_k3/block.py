@@ -17,7 +17,7 @@ from kimi_k3.sharding import NORM
 
 
 class Stream(NamedTuple):
-  """What runs through the depth: the residual stream, and the buffer of AttnRes snapshots [J, B, T, D] (J = 0 without)."""
+  """What runs through the depth: the residual stream, and the AttnRes snapshots [J, B, T, D] (J = 0 without)."""
 
   prefix: Array
   snapshots: Array
@@ -59,7 +59,7 @@ class Layer(nnx.Module):
     make_attention: AttentionFactory,
     rngs: nnx.Rngs,
   ):
-    self.config, self.kind, self.moe = config, kind, moe
+    self.config, self.kind = config, kind
 
     def norm():
       return RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=compute.weight_dtype, axes=(NORM,))
@@ -68,8 +68,9 @@ class Layer(nnx.Module):
     self.attention = make_attention(kind, rngs)
     self.mlp = LatentMoE(config, compute, rngs) if moe else dense_mlp(config, compute, rngs)
     if config.attn_res_block_size is not None:
-      for site in ("attention_res", "mlp_res"):
-        setattr(self, site, AttentionResidual(config.hidden_size, eps=config.rms_norm_eps, compute=compute, rngs=rngs))
+      self.attention_res, self.mlp_res = (
+        AttentionResidual(config.hidden_size, eps=config.rms_norm_eps, compute=compute, rngs=rngs) for _ in range(2)
+      )
 
   def __call__(
     self, stream: Stream, index: int | Int[Array, ""], context: Context
@@ -93,9 +94,8 @@ class Layer(nnx.Module):
       attended = self._attend(x, context)
       prefix = _select(closes, attended, prefix + attended)
       x = self.mlp_res(prefix, snapshots, index // size + 1)
-    out, ids = self.mlp(self.post_attention_norm(x)), None
-    if self.moe:
-      out, ids = out
+    h = self.post_attention_norm(x)
+    out, ids = self.mlp(h) if isinstance(self.mlp, LatentMoE) else (self.mlp(h), None)
     return Stream(prefix + out, snapshots), ids
 
   def _attend(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:

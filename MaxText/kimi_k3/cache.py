@@ -16,7 +16,7 @@ QKV = 3  # the convolution history holds the inputs of the q, k and v convolutio
 
 
 class KDACache(nnx.Module):
-  """`recurrent_state` [B, H, K, V] float32 and `conv_state` [B, W-1, 3, H, K], the last pre-convolution inputs of q, k, v.
+  """`recurrent_state` [B, H, K, V] float32 and `conv_state` [B, W-1, 3, H, K], the last inputs of the convolutions.
 
   The history is kept in the compute dtype: it holds outputs of matrix products, which have that dtype.
   """

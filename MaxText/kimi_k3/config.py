@@ -3,7 +3,7 @@
 Array axes, used in names and annotations throughout the package:
 
   B batch            D hidden              H heads              K, V key and value channels of a KDA head
-  T tokens           Q query latent        C KV latent          N, R 128- and 64-wide parts of an MLA key (R is not rotated)
+  T tokens           Q query latent        C KV latent          N, R 128- and 64-wide parts of an MLA key (not rotated)
   W convolution taps E experts             S selected experts   L expert latent
   F expert MLP       M dense or shared MLP J AttnRes candidates X vocabulary
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -104,7 +105,7 @@ class KimiK3Config:
   bos_token_id: int = _field("bos_token_id", int)
   eos_token_id: int = _field("eos_token_id", int)
   pad_token_id: int = _field("pad_token_id", int)
-  # How the weights are stored. Read off the tensors, not off config.json (see convert/mapping.py).
+  # How the weights are stored. Read off the tensors, not off config.json (see convert/storage.py).
   packed_modules: tuple[str, ...]
   float32_leaves: tuple[str, ...]
 
@@ -210,13 +211,14 @@ def _read_keys(text: Mapping[str, Any], wrapped: bool) -> dict[str, Any]:
       continue
     scope, name = (linear, key.hf.split(".")[1]) if "." in key.hf else (text, key.hf)
     (known_linear if "." in key.hf else known).add(name)
-    if name == "max_position_embeddings" and name not in text and "model_max_length" in text:
-      name = "model_max_length"  # Kimi-Linear's name for it
+    known_as = key.hf
+    if name == "max_position_embeddings" and name not in text and not wrapped:
+      name, known_as = "model_max_length", f"{name} or model_max_length"  # Kimi-Linear's name for it
     if name not in scope:
       if key.k3_only and not wrapped:
         values[field.name] = key.absent
       else:
-        faults.append(f"missing key {key.hf}")
+        faults.append(f"missing key {known_as}")
       continue
     values[field.name] = _typed(scope[name], key, faults)
   faults += [f"unknown key {k}" for k in sorted(set(text) - known - HARMLESS_KEYS)]
@@ -233,11 +235,11 @@ def _typed(value: Any, key: _Key, faults: list[str]) -> Any:
     expected = " or ".join(t.__name__ for t in key.types) + (" or null" if key.nullable else "")
     faults.append(f"{key.hf} is {value!r}, expected {expected}")
     return value
-  if key.types == (list,):
+  if isinstance(value, list):
     if not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
       faults.append(f"{key.hf} holds other things than layer numbers")
     return tuple(value)
-  return float(value) if float in key.types else value
+  return float(value) if float in key.types and isinstance(value, int) else value
 
 
 def _name(field: str) -> str:
@@ -256,7 +258,7 @@ _POSITIVE = (
 def _size_faults(c: KimiK3Config):
   for field in _POSITIVE:
     value = getattr(c, field)
-    if value is not None and not value > 0:
+    if value is not None and not 0 < value < math.inf:
       yield f"{_name(field)} is {value}, expected a positive number"
   for field in ("first_k_dense_replace", "num_shared_experts"):
     if getattr(c, field) < 0:
@@ -296,7 +298,7 @@ def _support_faults(c: KimiK3Config):
     yield f"hidden_act is {c.hidden_act!r}: only 'situ' and 'silu' are supported"
   if c.hidden_act == "situ" and c.situ_beta is None:
     yield "activation_situ_beta is missing, hidden_act 'situ' needs it"
-  if c.kda_gate_lower_bound is not None and not c.kda_gate_lower_bound < 0:
+  if c.kda_gate_lower_bound is not None and not -math.inf < c.kda_gate_lower_bound < 0:
     yield f"{_name('kda_gate_lower_bound')} is {c.kda_gate_lower_bound}, expected a negative number or null"
   if c.latent_moe_use_norm and c.expert_latent_dim is None:
     yield "latent_moe_use_norm is true without routed_expert_hidden_size: there is no latent to normalise"
@@ -314,11 +316,14 @@ def _storage_faults(c: KimiK3Config):
     yield "packed_modules names latent, but there is no routed_expert_hidden_size"
   if "shared_experts" in c.packed_modules and not c.num_shared_experts:
     yield "packed_modules names shared_experts, but num_shared_experts is 0"
+  latent = (_name("expert_latent_dim"), c.expert_latent_dim or 0)
+  hidden = (_name("hidden_size"), c.hidden_size)
+  expert = (_name("expert_mlp_dim"), c.expert_mlp_dim)
   inputs = {
-    "experts": ("expert_mlp_dim", "hidden_size" if c.expert_latent_dim is None else "expert_latent_dim"),
-    "latent": ("hidden_size", "expert_latent_dim"),
-    "shared_experts": ("hidden_size", "expert_mlp_dim"),
+    "experts": (hidden if c.expert_latent_dim is None else latent, expert),
+    "latent": (hidden, latent),
+    "shared_experts": (hidden, (f"{expert[0]} * {_name('num_shared_experts')}", c.shared_mlp_dim)),
   }
-  for field in sorted({f for module in c.packed_modules for f in inputs.get(module, ())}):
-    if (getattr(c, field) or 0) % MXFP4_GROUP:
-      yield f"{_name(field)} is {getattr(c, field)}, not a multiple of the MXFP4 group of {MXFP4_GROUP}"
+  for name, size in sorted({pair for module in c.packed_modules for pair in inputs.get(module, ())}):
+    if size % MXFP4_GROUP:
+      yield f"{name} is {size}, not a multiple of the MXFP4 group of {MXFP4_GROUP}"

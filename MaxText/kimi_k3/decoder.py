@@ -1,12 +1,13 @@
 """The stack of layers, unrolled or folded: 4 leading layers, a scan over blocks of four, and the tail.
 
-Unrolled, the compiler's schedule collapses past some 32 layers; folded, the program is the size of nine layers. Both have the
-same arithmetic, and their parameters differ in place only (see layout.py).
+Unrolled, the compiler's schedule collapses past some 32 layers; folded, the program is the size of nine layers. Both
+have the same arithmetic, and their parameters differ in place only (see layout.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ class Block(nnx.Module):
 
 
 def build_layers(
-  owner: nnx.Module,
+  owner: Any,
   config: KimiK3Config,
   compute: ComputeConfig,
   make_attention: AttentionFactory,
@@ -82,7 +83,7 @@ def build_layers(
 
 
 def run_layers(
-  owner: nnx.Module,
+  owner: Any,
   config: KimiK3Config,
   embedded: Float[Array, "B T D"],
   context: Context,
@@ -117,7 +118,7 @@ def run_layers(
   return hidden, jnp.concatenate(chosen) if chosen else None
 
 
-def _unscanned(owner: nnx.Module, config: KimiK3Config, scan: bool, *, tail: bool):
+def _unscanned(owner: Any, config: KimiK3Config, scan: bool, *, tail: bool):
   """(number, layer) of the layers before the blocks, or after them. Unrolled, all stand before."""
   if not scan:
     return [] if tail else [(i, getattr(owner, f"layers_{i}")) for i in range(config.num_layers)]

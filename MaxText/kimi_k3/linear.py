@@ -54,8 +54,9 @@ class PackedLinear(nnx.Module):
   def __init__(self, in_size: int, out_size: int, *, axes: Axes, compute: ComputeConfig, rngs: nnx.Rngs):
     self.dtype, self.precision = compute.dtype, compute.precision
     packed, scale = random_packed(rngs, (out_size, in_size))
-    self.packed = nnx.Param(packed, out_sharding=axes[::-1])
-    self.scale = nnx.Param(scale, out_sharding=axes[::-1])
+    # Cut by output only: an input axis would cut a group of 32 weights from the scale it shares.
+    self.packed = nnx.Param(packed, out_sharding=(axes[1], None))
+    self.scale = nnx.Param(scale, out_sharding=(axes[1], None))
 
   def __call__(self, x: Float[Array, "*batch I"]) -> Float[Array, "*batch O"]:
     """Returns the projection in the compute dtype; the matrix is decoded for this call."""

@@ -53,6 +53,6 @@ def absorbed_attention(
   largest_BH1 = jnp.max(jnp.stack([jnp.max(s, axis=-1) for s in scores]), axis=0)[..., None]
   weights = [jnp.exp(s - largest_BH1) for s in scores]
   total_BH1 = sum(jnp.sum(w, axis=-1, keepdims=True) for w in weights)
-  o_BHC = sum(product("bhs,bsc->bhc", w.astype(dtype), p.latent) for w, p in zip(weights, parts, strict=True))
+  o_BHC: Any = sum(product("bhs,bsc->bhc", w.astype(dtype), p.latent) for w, p in zip(weights, parts, strict=True))
   o_BHC = (o_BHC / total_BH1).astype(dtype)
   return product("bhc,chv->bhv", o_BHC, to_value, out=dtype)[:, None]

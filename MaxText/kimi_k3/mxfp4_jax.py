@@ -17,9 +17,9 @@ _CODE_HALF = (0, 0, 0, 1, 0, 1, 0, 1)
 def decode(packed: UInt8[Array, "*rows P"], scale: UInt8[Array, "*rows G"], dtype) -> Float[Array, "*rows I"]:
   """Returns the weights [..., in] that packed codes [..., in/2] and scales [..., in/32] stand for.
 
-  The low nibble of a byte is the even element; a code is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6; a scale byte s is
-  2**(s - 127). Exact in float32 and in bfloat16 for every s up to 252, subnormals included. Scales that overflow are
-  refused by the converter, not here.
+  The low nibble of a byte is the even element; a code is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6; a scale byte
+  s is 2**(s - 127). Exact in float32 and in bfloat16 for every s up to 252, subnormals included. Scales that overflow
+  are refused by the converter, not here.
 
   Args:
     packed: Two codes a byte.

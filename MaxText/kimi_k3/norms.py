@@ -14,6 +14,11 @@ def rms_scale(x: Float[Array, "*axes N"], eps: float) -> Float[Array, "*axes N"]
   return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
+def over_last(weights: Float[Array, " N"], ndim: int) -> Float[Array, "*ones N"]:
+  """Returns weights of the last axis with axes of size 1 before it, so that nothing is promoted by rank in silence."""
+  return weights.reshape((1,) * (ndim - 1) + weights.shape)
+
+
 def gated_head_norm(
   o: Float[Array, "*axes V"], z: Float[Array, "*axes V"], scale: Float[Array, " V"], eps: float
 ) -> Float[Array, "*axes V"]:
@@ -25,7 +30,7 @@ def gated_head_norm(
     scale: One weight a channel, shared by the heads.
     eps: Added to the mean square (1e-5).
   """
-  return scale.astype(jnp.float32) * rms_scale(o, eps) * jax.nn.sigmoid(z.astype(jnp.float32))
+  return over_last(scale.astype(jnp.float32), o.ndim) * rms_scale(o, eps) * jax.nn.sigmoid(z.astype(jnp.float32))
 
 
 class RMSNorm(nnx.Module):
@@ -40,4 +45,4 @@ class RMSNorm(nnx.Module):
 
   def __call__(self, x: Float[Array, "*axes N"]) -> Float[Array, "*axes N"]:
     """Returns x normalised over its last axis, in x's dtype."""
-    return self.scale[...].astype(x.dtype) * rms_scale(x, self.eps).astype(x.dtype)
+    return over_last(self.scale[...].astype(x.dtype), x.ndim) * rms_scale(x, self.eps).astype(x.dtype)

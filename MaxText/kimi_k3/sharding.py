@@ -34,5 +34,6 @@ def check_rules(rule_names: Iterable[str]) -> None:
   missing = sorted(USED_AXES - set(rule_names))
   if missing:
     raise InputError(
-      f"logical_axis_rules has no rule for {', '.join(missing)}: these axes would be replicated; add [name, []] to mean that"
+      f"logical_axis_rules has no rule for {', '.join(missing)}: these axes would be replicated; "
+      "add [name, []] to mean that"
     )

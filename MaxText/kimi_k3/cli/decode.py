@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Decodes prompts with a converted checkpoint. Rows may have any lengths and number: those beyond the slots wait. Without
-explicit lengths the caches are sized from the longest row and --max-new-tokens. A row ends at the config's eos_token_id.
+explicit lengths the caches are sized from the longest row and --max-new-tokens. A row ends at the config's
+eos_token_id.
 
 Greedy by default. For a draw at a temperature: decode_sampling_strategy=weighted decode_sampling_temperature=0.7
 decode_sampling_seed=1; the same seed gives a row the same tokens in any slot and beside any neighbours.
@@ -95,7 +96,7 @@ def _tokenizer(config: str, explicit: Mapping[str, Any]) -> Tokenizer | None:
   beside = Path(config).resolve().parent
   named = explicit.get("tokenizer_path")
   tokenizer = load_tokenizer(beside / named) if named else load_tokenizer(beside)
-  if named and tokenizer is None and Path(named) != Path("."):
+  if named and tokenizer is None and Path(named) != Path():
     raise InputError(f"tokenizer_path is {named!r}: no tiktoken.model or tokenizer.json there")
   return tokenizer
 
@@ -139,7 +140,7 @@ def _generate(config: Any, args, prompts: list[list[int]]) -> tuple[list[Row], s
   request = Request(args.max_new_tokens, stop_id, sampler, config.max_prefill_predict_length)
   engine = Engine(config)
   with tqdm(total=len(prompts), unit="row", file=sys.stderr, disable=None) as bar:
-    rows, timing = generate(engine, prompts, request, clock=clock, on_finished=lambda row: bar.update())
+    rows, timing = generate(engine, prompts, request, clock=clock, on_finished=lambda _: bar.update())
   return rows, f"{len(rows)} rows on {engine.num_slots} slots: {timing.summary()}"
 
 

@@ -58,15 +58,15 @@ def check_writable(path: str) -> None:
     raise InputError(f"{path}: its directory does not exist")
 
 
-def write_whole(path: str, write: Callable[[BinaryIO], None]) -> None:
+def write_whole(path: str, write: Callable[[BinaryIO], object]) -> None:
   """Writes a file so that it either appears complete or not at all."""
   target = Path(path)
   descriptor, temporary = tempfile.mkstemp(dir=target.absolute().parent, prefix=f".{target.name}.")
   try:
     with os.fdopen(descriptor, "wb") as file:
       write(file)
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, target)
+    Path(temporary).chmod(0o644)
+    Path(temporary).replace(target)
   except BaseException:
     Path(temporary).unlink(missing_ok=True)
     raise

@@ -10,12 +10,13 @@ import sys
 from kimi_k3.errors import InputError
 
 DESCRIPTION = """\
-Registers the model with MaxText, then runs one of MaxText's modules as `python -m MODULE ARGS...` would. Model YAMLs are
-found from any config, and `load_parameters_path` in a decode.yml is taken relative to that file.
+Registers the model with MaxText, then runs one of MaxText's modules as `python -m MODULE ARGS...` would. Model YAMLs
+are found from any config, and `load_parameters_path` in a decode.yml is taken relative to that file.
 """
 EPILOG = """\
 example:
-  kimi-k3 run maxtext.trainers.pre_train.train_compile OUT/decode.yml compile_topology=v5e-16 compile_topology_num_slices=1
+  kimi-k3 run maxtext.trainers.pre_train.train_compile OUT/decode.yml compile_topology=v5e-16 \\
+    compile_topology_num_slices=1
 """
 
 

@@ -16,11 +16,11 @@ class CompileClock:
     self._spans: list[tuple[float, float]] = []
     jax.monitoring.register_event_duration_secs_listener(self._record)
 
-  def _record(self, event: str, duration: float, **kwargs) -> None:
-    del kwargs
+  def _record(self, event: str, duration_secs: float, **details: str | int) -> None:
+    del details
     if event.startswith(_COMPILE_EVENTS):
       now = time.perf_counter()
-      self._spans.append((now - duration, now))
+      self._spans.append((now - duration_secs, now))
 
   def compiling(self, start: float, end: float) -> float:
     """Returns the seconds between two readings of time.perf_counter() in which JAX was compiling."""

@@ -31,13 +31,13 @@ def cache_lengths(rows: Sequence[Sequence[int]], max_new_tokens: int, explicit: 
   prefill, target = (_positive(explicit, key) for key in ("max_prefill_predict_length", "max_target_length"))
   if prefill is not None and longest > prefill:
     raise InputError(
-      f"row {row} has {longest} tokens, longer than the prompt cache: max_prefill_predict_length is {prefill}; raise it or "
-      "leave it out"
+      f"row {row} has {longest} tokens, longer than the prompt cache: max_prefill_predict_length is {prefill}; "
+      "raise it or leave it out"
     )
   if target is not None and longest + max_new_tokens > target:
     raise InputError(
-      f"row {row} needs {longest} + {max_new_tokens} tokens, longer than the cache: max_target_length is {target}; raise it "
-      "or leave it out"
+      f"row {row} needs {longest} + {max_new_tokens} tokens, longer than the cache: max_target_length is {target}; "
+      "raise it or leave it out"
     )
   if prefill is None:
     prefill = longest if target is not None else bucket(longest)
@@ -45,8 +45,8 @@ def cache_lengths(rows: Sequence[Sequence[int]], max_new_tokens: int, explicit: 
     target = prefill + max_new_tokens
   if target - prefill < max_new_tokens:
     raise InputError(
-      f"{max_new_tokens} new tokens do not fit: max_target_length {target} - max_prefill_predict_length {prefill} leaves "
-      f"{target - prefill}; raise the one or lower the other"
+      f"{max_new_tokens} new tokens do not fit: max_target_length {target} - max_prefill_predict_length {prefill} "
+      f"leaves {target - prefill}; raise the one or lower the other"
     )
   return {"max_prefill_predict_length": prefill, "max_target_length": target}
 

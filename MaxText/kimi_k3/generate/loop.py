@@ -95,7 +95,7 @@ def generate(
   request: Request,
   *,
   clock: CompileClock,
-  on_finished: Callable[[Row], None] = lambda row: None,
+  on_finished: Callable[[Row], object] = lambda _: None,
 ) -> tuple[list[Row], Timing]:
   """Returns every prompt's row, in input order, and how long it took.
 
@@ -110,25 +110,23 @@ def generate(
   waiting, timing = deque(rows), Timing()
   slots: list[Row | None] = [None] * engine.num_slots
 
-  def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+  def timed(work: Callable[..., None], *arguments: Any) -> float:
     start = time.perf_counter()
-    result = work()
+    work(*arguments)
     end = time.perf_counter()
     compiling = clock.compiling(start, end)
     timing.compiling += compiling
-    return result, end - start - compiling
+    return end - start - compiling
 
   while waiting or any(slots):
     for slot, held in enumerate(slots):
       if held is None and waiting:
         row = waiting.popleft()
-        _, seconds = timed(lambda slot=slot, row=row: _prefill(engine, slot, row, request))
-        timing.first_token.append(seconds)
+        timing.first_token.append(timed(_prefill, engine, slot, row, request))
         slots[slot] = _unless_finished(row, on_finished)
     active = [row for row in slots if row is not None]
     if active:
-      _, seconds = timed(lambda: _step(engine, slots, request))
-      timing.steps.append(seconds)
+      timing.steps.append(timed(_step, engine, slots, request))
       timing.step_tokens += len(active)
       slots = [None if row is None else _unless_finished(row, on_finished) for row in slots]
   return rows, timing
@@ -164,7 +162,7 @@ def _append(row: Row, token: int, finite: bool, request: Request) -> None:
     row.finish_reason = "length"
 
 
-def _unless_finished(row: Row, on_finished: Callable[[Row], None]) -> Row | None:
+def _unless_finished(row: Row, on_finished: Callable[[Row], object]) -> Row | None:
   if row.finish_reason is None:
     return row
   on_finished(row)

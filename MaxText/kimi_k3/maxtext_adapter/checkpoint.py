@@ -1,8 +1,8 @@
 """Comparing a checkpoint with the model before loading it, and loading it.
 
-MaxText's own loader casts dtypes, un-transposes, repeats a half-width array and ignores extra keys, and it makes the whole
-model from random numbers first. So tree, shapes and dtypes are compared here, from the checkpoint's metadata alone, and
-only an exact fit is loaded, straight into the shards that hold it.
+MaxText's own loader casts dtypes, un-transposes, repeats a half-width array and ignores extra keys, and it makes the
+whole model from random numbers first. So tree, shapes and dtypes are compared here, from the checkpoint's metadata
+alone, and only an exact fit is loaded, straight into the shards that hold it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ def stored_leaves(path: str) -> dict[str, jax.ShapeDtypeStruct]:
     InputError: if there is no complete Orbax checkpoint of parameters.
   """
   import orbax.checkpoint as ocp
+  from etils import epath
 
   if "://" not in path and not (pathlib.Path(path) / _METADATA_FILE).is_file():
     raise InputError(
       f"load_parameters_path is {path!r}: no Orbax checkpoint there (no {_METADATA_FILE}); expected OUT/0/items"
     )
   try:
-    metadata = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True).metadata(pathlib.Path(path))
+    metadata = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True).metadata(epath.Path(path))
     tree = metadata.tree if hasattr(metadata, "tree") else metadata
     params = tree["params"]["params"]
   except (KeyError, TypeError, ValueError, OSError, json.JSONDecodeError) as error:

@@ -23,12 +23,16 @@ TOKENIZERS = {
 }
 
 
+def _decoder_block(name: Any) -> DecoderBlockType:
+  return DecoderBlockType(name)
+
+
 class KimiMaxTextConfig(types.MaxTextConfig):
   """MaxTextConfig plus what Kimi K3 needs. Other models go through it unchanged: their new fields stay None."""
 
   # Looked up when a config is read, so that it does not matter whether register() ran before this class was made.
-  decoder_block: Annotated[DecoderBlockType, pydantic.PlainValidator(lambda name: DecoderBlockType(name))] = (
-    pydantic.Field(DecoderBlockType.LLAMA2, description="The layers of the decoder.")
+  decoder_block: Annotated[DecoderBlockType, pydantic.PlainValidator(_decoder_block)] = pydantic.Field(
+    DecoderBlockType.LLAMA2, description="The layers of the decoder."
   )
   model_name: types.ModelName | ModelNames = pydantic.Field("default", description="Name of the model's YAML.")
   expert_latent_dim: int | None = pydantic.Field(None, description="Width of the experts' latent; null: no latent.")
@@ -137,6 +141,7 @@ _ONLY = {
   "mhc_expansion_rate": 1,
   "engram_layers": [],
   "enable_prefix_caching": False,
+  "use_chunked_prefill": False,
 }
 
 _NOT_SUPPORTED_PARALLELISM = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -158,7 +159,7 @@ def _segments(segment_ids: Array, model_mode: str) -> tuple[Array, Array | None]
   return valid, valid & (before != 0) & (segment_ids != before)
 
 
-def _stack(make, count: int, rngs: nnx.Rngs) -> nnx.Module:
+def _stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
   return nnx_scan.create_scanned_layers(
     make, length=count, param_scan_axis=0, metadata_axis_name=_SCAN_AXIS_NAME, rngs=rngs
   )

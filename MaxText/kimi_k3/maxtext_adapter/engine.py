@@ -63,7 +63,7 @@ class Engine:
     return logits
 
   def step(self, tokens: Int[np.ndarray, " B"]) -> Float[Array, "B X"]:
-    """Feeds one token a slot and returns the logits of each slot's next one. Free slots are fed too and mean nothing."""
+    """Feeds one token a slot and returns the logits of the next ones. Free slots are fed too and mean nothing."""
     fed = jax.device_put(jnp.asarray(tokens, jnp.int32)[:, None], self._state["tokens"].sharding)
     self._state, _ = self._engine.generate(self._params, self._state | {"tokens": fed}, rng=jax.random.PRNGKey(0))
     return self._state["logits"][:, 0]
@@ -91,7 +91,7 @@ def make_forward(config: Any) -> Forward:
 
   @jax.jit
   def forward(params, tokens, true_length):
-    model = nnx.merge(graph, params, rest, copy=True)
+    model: Any = nnx.merge(graph, params, rest, copy=True)
     positions = jnp.arange(tokens.shape[0])
     logits, _, chosen = model.decoder.trace(
       model.token_embedder,

@@ -17,7 +17,7 @@ from kimi_k3.maxtext_adapter.engine import checkpoint_path, concrete_rest
 class KimiMaxEngine(maxengine.MaxEngine):
   """The same engine; the parameters come from an exactly fitting checkpoint or not at all."""
 
-  def _load_params_nnx(self, params: nnx.State | None, rng: Any) -> nnx.State:
+  def _load_params_nnx(self, params: Any, rng: Any) -> Any:
     """Returns the parameters and fills in what prefill, insert and generate look up."""
     del rng  # nothing is random here
     _, abstract, _, rest = nnx.split(self.model, nnx.Param, nnx.Cache, ...)

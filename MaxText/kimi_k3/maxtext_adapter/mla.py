@@ -6,7 +6,7 @@ decode folds kv_b into query and output and reads only the 576 cached elements a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,6 @@ class KimiMLA(attention_mla.MLA):
 
   def init_rotary_embedding(self):
     """There is none."""
-    return None
 
   def apply_rotary_embedding(self, inputs, inputs_positions=None, rope_kwargs=None):
     """Returns `inputs` as they are: NoPE."""
@@ -103,10 +102,10 @@ class KimiMLA(attention_mla.MLA):
       out = self._materialised(x, positions, segment_ids, model_mode, previous_chunk)
     if self.has_gate:
       out = out * jax.nn.sigmoid(self.gate(x))
-    return self.out_projection(out)
+    return cast(Array, self.out_projection(cast(Array, out)))
 
   def _materialised(self, x, positions, segment_ids, model_mode, previous_chunk):
-    """Keys and values of every head, through MaxText's attention op. [B, T, H, V]"""
+    """Attends with keys and values of every head, through MaxText's attention op, to [B, T, H, V]."""
     if segment_ids is None and model_mode != MODEL_MODE_TRAIN:
       segment_ids = jnp.full(x.shape[:2], DECODING_ACTIVE_SEQUENCE_INDICATOR, jnp.int32)
     query, _ = self.mla_query_projection(x, positions, model_mode)
@@ -114,11 +113,12 @@ class KimiMLA(attention_mla.MLA):
     return self.attention_op(query, key, value, segment_ids, positions, model_mode, cached)
 
   def _decode(self, x, positions):
-    """One token a row against the cached latents. [B, 1, H, V]"""
+    """Attends with one token a row to the cached latents, to [B, 1, H, V]."""
     query, _ = self.mla_query_projection(x, positions, MODEL_MODE_AUTOREGRESSIVE)  # scaled, [B, 1, H, N + R]
     nope, tail = jnp.split(query, [self.qk_nope_head_dim], axis=-1)
     latent, new_tail = jnp.split(self.wkv_a(x), [self.kv_lora_rank], axis=-1)
-    prefill, generated = self.MlaKVCache_0(self.kv_norm(latent), new_tail[:, :, None], None, MODEL_MODE_AUTOREGRESSIVE)
+    cache: Any = self.MlaKVCache_0
+    prefill, generated = cache(self.kv_norm(latent), new_tail[:, :, None], None, MODEL_MODE_AUTOREGRESSIVE)
     parts = [_cached(*part[:3]) for part in (prefill, generated)]
     to_key, to_value = self._absorbed_weights(self.dtype)
     return absorbed_attention(nope, tail, to_key, to_value, parts, precision=self.config.matmul_precision)

@@ -9,7 +9,7 @@ import enum
 import functools
 import importlib.metadata
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kimi_k3.errors import InputError
@@ -94,8 +94,8 @@ def check_version() -> None:
 
 def _assert_seams(block_types, readers, config_class, models, nnx_decoders, pyconfig) -> None:
   faults = []
-  if not (issubclass(block_types, enum.Enum) and "DEFAULT" in block_types.__members__):
-    faults.append("common_types.DecoderBlockType is no enum")
+  if block_types.__mro__[1:] != enum.Enum.__mro__ or "DEFAULT" not in block_types.__members__:
+    faults.append("common_types.DecoderBlockType is no plain enum")
   faults += [
     f"pyconfig.{r.__name__} has no default config class" for r in readers if config_class not in (r.__defaults__ or ())
   ]
@@ -109,10 +109,9 @@ def _assert_seams(block_types, readers, config_class, models, nnx_decoders, pyco
     raise RuntimeError(f"MaxText's seams have moved: {'; '.join(faults)}")
 
 
-def _extend_enum(cls: type[enum.Enum], name: str, value: str) -> enum.Enum:
+def _extend_enum(cls: Any, name: str, value: str) -> enum.Enum:
   """Adds a member to an enum that has no public way to do so."""
-  mixin = str if issubclass(cls, str) else object
-  member = str.__new__(cls, value) if mixin is str else object.__new__(cls)
+  member = object.__new__(cls)
   member._name_, member._value_, member.__objclass__ = name, value, cls
   member._sort_order_ = len(cls._member_names_)
   cls._member_names_.append(name)
@@ -155,10 +154,8 @@ def _extra_settings(pyconfig: Any, argv: list[str] | None, kwargs: dict[str, Any
   Raises:
     ValueError: for a model of ours whose YAML is nowhere, that lacks a key, or that the command line contradicts.
   """
-  import omegaconf
-
   path, arguments = pyconfig._resolve_or_infer_config(argv, **kwargs)
-  given = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.from_cli(arguments)) | kwargs
+  given = command_line(arguments) | kwargs
   own = own_settings(pathlib.Path(path))
   name = given.get("model_name", own.get("model_name", "default"))
   model, found_by_maxtext = _model_settings(pathlib.Path(path), name)
@@ -176,22 +173,42 @@ def _extra_settings(pyconfig: Any, argv: list[str] | None, kwargs: dict[str, Any
   return extra
 
 
+def command_line(arguments: Sequence[str]) -> dict[str, Any]:
+  """Returns key=value arguments as MaxText reads them."""
+  import omegaconf
+
+  return _as_dict(omegaconf.OmegaConf.from_cli(list(arguments)))
+
+
+def load_yaml(path: pathlib.Path) -> dict[str, Any]:
+  """Returns the settings of a YAML file. Raises ValueError if it holds anything else."""
+  import omegaconf
+
+  return _as_dict(omegaconf.OmegaConf.load(path))
+
+
+def _as_dict(settings: Any) -> dict[str, Any]:
+  import omegaconf
+
+  plain = omegaconf.OmegaConf.to_container(settings)
+  if not isinstance(plain, dict):
+    raise ValueError(f"expected key: value lines, found {type(plain).__name__}")
+  return {str(key): value for key, value in plain.items()}
+
+
 def own_settings(path: pathlib.Path) -> dict[str, Any]:
   """What a config file and its bases say, without MaxText's own files, whose defaults are another model's."""
-  import omegaconf
   from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
 
   if pathlib.Path(MAXTEXT_CONFIGS_DIR).resolve() in path.resolve().parents or not path.is_file():
     return {}
-  settings = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(path)) or {}
+  settings = load_yaml(path)
   base = settings.pop("base_config", None)
   return settings if base is None else own_settings(path.parent / base) | settings
 
 
 def _model_settings(path: pathlib.Path, name: str) -> tuple[dict[str, Any], bool]:
   """The YAML of a model of ours, and whether MaxText's own search finds it. Empty for any other model."""
-  import omegaconf
-
   from kimi_k3.maxtext_adapter.config import MODEL_NAMES
   from kimi_k3.resources import configs_dir
 
@@ -201,7 +218,7 @@ def _model_settings(path: pathlib.Path, name: str) -> tuple[dict[str, Any], bool
   ours = configs_dir() / "models" / f"{name}.yml"
   for file in (*beside, ours):
     if file.is_file():
-      return omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(file)), file is not ours
+      return load_yaml(file), file is not ours
   raise ValueError(f"model_name is {name}, but {name}.yml is neither in {ours.parent} nor in models/ beside the config")
 
 

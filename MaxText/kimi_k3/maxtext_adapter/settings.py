@@ -11,7 +11,7 @@ import pydantic
 
 from kimi_k3.errors import InputError
 from kimi_k3.maxtext_adapter.quiet import quiet
-from kimi_k3.maxtext_adapter.register import own_settings, register
+from kimi_k3.maxtext_adapter.register import command_line, own_settings, register
 from kimi_k3.maxtext_keys import DECODER_BLOCK
 
 _SETTING = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
@@ -46,9 +46,8 @@ def explicit_settings(path: str, settings: Sequence[str]) -> dict[str, Any]:
   if twice := sorted({n for n in names if names.count(n) > 1}):
     raise InputError(f"{', '.join(twice)} given twice")
   try:
-    given = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.from_cli(list(settings)))
-    return own_settings(pathlib.Path(path)) | given
-  except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException, TypeError) as error:
+    return own_settings(pathlib.Path(path)) | command_line(settings)
+  except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException, TypeError, ValueError, OSError) as error:
     raise InputError(f"{path}: cannot be read as YAML: {_one_line(error)}") from error
 
 
@@ -77,8 +76,8 @@ def read_config(path: str, settings: Sequence[str], **derived: Any) -> Any:
     raise InputError(f"{path}: {_key_fault(error)}") from error
   if config.decoder_block.value != DECODER_BLOCK:
     raise InputError(
-      f"{path}: decoder_block is {config.decoder_block.value}, expected {DECODER_BLOCK}: give model_name=kimi-k3 or use the "
-      "decode.yml of a converted checkpoint"
+      f"{path}: decoder_block is {config.decoder_block.value}, expected {DECODER_BLOCK}: give model_name=kimi-k3 or "
+      "use the decode.yml of a converted checkpoint"
     )
   return config
 

@@ -75,7 +75,7 @@ def _sort_into_tiles(ids: Int[Array, "N S"], num_experts: int, tile_rows: int) -
 
 
 class Experts(nnx.Module):
-  """w2(act(w1 x, w3 x)) of the chosen experts. `w1`, `w3` [E, L, F] and `w2` [E, F, L], or the packed forms as stored."""
+  """w2(act(w1 x, w3 x)) of the chosen experts. `w1`, `w3` [E, L, F], `w2` [E, F, L], or packed as stored."""
 
   def __init__(self, config: KimiK3Config, compute: ComputeConfig, rngs: nnx.Rngs):
     assert compute.expert_implementation == "portable", compute.expert_implementation
@@ -85,7 +85,8 @@ class Experts(nnx.Module):
     for name, shape, axes in (("w1", (E, L, F), into), ("w3", (E, L, F), into), ("w2", (E, F, L), out)):
       if "experts" in config.packed_modules:
         packed, scale = random_packed(rngs, (E, shape[2], shape[1]))
-        stored_axes = (axes[0], axes[2], axes[1])
+        # Cut by experts and by output: an input axis would cut a group of 32 weights from the scale it shares.
+        stored_axes = (EXPERT, EXPERT_MLP, None)
         setattr(self, f"{name}_packed", nnx.Param(packed, out_sharding=stored_axes))
         setattr(self, f"{name}_scale", nnx.Param(scale, out_sharding=stored_axes))
       else:
@@ -103,7 +104,7 @@ class Experts(nnx.Module):
     return self._product("w2", e, hidden)
 
   def _product(self, name: str, e: Int[Array, ""], rows: Float[Array, "rows I"]) -> Float[Array, "rows O"]:
-    """rows times one matrix of expert e, accumulated and returned in float32."""
+    """Multiplies the rows by one matrix of expert e, accumulated in float32."""
     dtype = self.compute.dtype
     if "experts" in self.config.packed_modules:
       packed, scale = (getattr(self, f"{name}_{part}")[...] for part in ("packed", "scale"))

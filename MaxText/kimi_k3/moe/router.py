@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kimi_k3.config import ComputeConfig, KimiK3Config
 from kimi_k3.linear import random_matrix
+from kimi_k3.norms import over_last
 from kimi_k3.sharding import ROUTER_EMBED
 
 _WEIGHT_SUM_EPS = 1e-20
@@ -32,7 +33,7 @@ def route(
   Source: the released K3 modeling code and transformers. Kimi-Linear's published file adds the bias in place and so
   combines with biased scores, which is a bug there.
   """
-  _, ids = jax.lax.top_k(scores + bias, num_selected)
+  _, ids = jax.lax.top_k(scores + over_last(bias, scores.ndim), num_selected)
   weights = jnp.take_along_axis(scores, ids, axis=-1)
   if renormalize and num_selected > 1:
     weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _WEIGHT_SUM_EPS)

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import k3_reference
+from kimi_k3.moe.router import Router, route
+
+pytestmark = [pytest.mark.strict_ranks, pytest.mark.usefixtures("unsharded")]
+
+
+def route_one(scores, bias, **options):
+  """Ids and weights of one token, as lists."""
+  defaults = {"num_selected": 2, "renormalize": False, "scaling": 1.0}
+  ids, weights = route(jnp.array([scores]), jnp.array(bias), **defaults | options)
+  return ids[0].tolist(), weights[0].tolist()
+
+
+def near(*values: float):
+  return pytest.approx(list(values), rel=1e-6)
+
+
+def test_the_bias_decides_who_is_chosen_but_not_how_much_he_counts():
+  ids, weights = route_one([0.9, 0.5, 0.4, 0.1], [-0.7, 0.0, 0.0, 0.6])
+  # Selection scores 0.2, 0.5, 0.4, 0.7: the lowest score wins, and counts 0.1.
+  assert ids == [3, 1]
+  assert weights == near(0.1, 0.5)
+
+
+def test_weights_are_divided_by_their_sum_and_then_scaled():
+  _, weights = route_one([0.3, 0.1, 0.2], [0.0, 0.0, 0.0], renormalize=True, scaling=2.5)
+  assert weights == near(2.5 * 0.3 / 0.5, 2.5 * 0.2 / 0.5)
+
+
+def test_weights_are_scaled_without_a_division_too():
+  assert route_one([0.3, 0.1, 0.2], [0.0, 0.0, 0.0], scaling=2.5)[1] == near(0.75, 0.5)
+
+
+def test_a_single_expert_keeps_its_score():
+  ids, weights = route_one([0.3, 0.6, 0.2], [0.0, 0.0, 0.0], num_selected=1, renormalize=True, scaling=2.0)
+  assert ids == [1]
+  assert weights == near(1.2)
+
+
+def test_all_experts_can_be_chosen():
+  ids, weights = route_one([0.1, 0.3], [0.0, 0.0], renormalize=True)
+  assert ids == [1, 0]
+  assert weights == near(0.75, 0.25)
+
+
+def test_equal_selection_scores_go_to_the_lowest_ids():
+  assert route_one([0.5] * 6, [0.0, 0.0, 0.1, 0.0, 0.1, 0.1], num_selected=4)[0] == [2, 4, 5, 0]
+
+
+def test_scores_that_vanish_give_no_nan():
+  assert route_one([0.0, 0.0, 0.0], [0.0, 0.0, 0.0], renormalize=True)[1] == [0.0, 0.0]
+
+
+def test_chosen_experts_come_best_first():
+  rng = np.random.default_rng(0)
+  scores, bias = rng.random((50, 16)), rng.standard_normal(16)
+  ids, _ = route(
+    jnp.asarray(scores, jnp.float32), jnp.asarray(bias, jnp.float32), num_selected=4, renormalize=True, scaling=1.0
+  )
+  np.testing.assert_array_equal(ids, np.argsort(-(scores + bias), axis=-1)[:, :4])
+
+
+@pytest.fixture(scope="module")
+def ckpt(k3_tiny):
+  return k3_reference.load_checkpoint(k3_tiny.checkpoint)
+
+
+def router_of(ckpt, config, compute, name) -> Router:
+  router = Router(config, compute, nnx.Rngs(0))
+  router.kernel[...] = jnp.asarray(ckpt.weight(f"{name}.gate.weight").T, router.kernel[...].dtype)
+  router.bias[...] = jnp.asarray(ckpt.weight(f"{name}.gate.e_score_correction_bias"), router.bias[...].dtype)
+  return router
+
+
+@pytest.mark.parametrize("scaling", [1.0, 2.446])
+def test_the_routers_choices_and_weights_are_the_references(ckpt, k3_config, float32_compute, scaling):
+  name = "model.layers.5.block_sparse_moe"
+  config = dataclasses.replace(k3_config, routed_scaling_factor=scaling)
+  compute = dataclasses.replace(float32_compute, dtype=jnp.bfloat16, weight_dtype=jnp.bfloat16)
+  x = jnp.asarray(np.random.default_rng(1).standard_normal((200, config.hidden_size)), jnp.bfloat16)
+  changed = k3_reference.Checkpoint(ckpt.config | {"routed_scaling_factor": scaling}, ckpt.tensors)
+  expected_ids, expected_weights, margin = k3_reference.route(changed, name, np.asarray(x, np.float64)[None])
+  ids, weights = router_of(ckpt, config, compute, name)(x)
+  assert weights.dtype == jnp.float32
+  clear = margin[0] > 1e-5  # float32 noise of the scores is 1e-6
+  assert clear.mean() > 0.95
+  np.testing.assert_array_equal(np.asarray(ids)[clear], expected_ids[0][clear])
+  np.testing.assert_allclose(np.asarray(weights)[clear], expected_weights[0][clear], rtol=1e-5)
+
+
+def test_scores_are_float32_at_the_highest_precision_whatever_the_compute_dtype(k3_config, float32_compute):
+  compute = dataclasses.replace(float32_compute, dtype=jnp.bfloat16, weight_dtype=jnp.bfloat16, precision="default")
+  router = Router(k3_config, compute, nnx.Rngs(0))
+  x = jnp.ones((3, k3_config.hidden_size), jnp.bfloat16)
+  (dot,) = (e for e in jax.make_jaxpr(router.__call__)(x).eqns if e.primitive.name == "dot_general")
+  assert all(v.aval.dtype == jnp.float32 for v in (*dot.invars, *dot.outvars))
+  assert set(dot.params["precision"]) == {jax.lax.Precision.HIGHEST}
+
+
+@pytest.mark.parametrize(("config", "dtype"), [("k3_config", jnp.float32), ("kimi_linear_config", jnp.bfloat16)])
+def test_the_bias_is_stored_as_the_checkpoint_stores_it(config, dtype, request, float32_compute):
+  compute = dataclasses.replace(float32_compute, weight_dtype=jnp.bfloat16)
+  router = Router(request.getfixturevalue(config), compute, nnx.Rngs(0))
+  assert (router.kernel[...].dtype, router.bias[...].dtype) == (jnp.bfloat16, dtype)
