@@ -14,10 +14,11 @@ fi
 "$python" -c 'import pip' 2>/dev/null || "$python" -m ensurepip >/dev/null
 
 # uv installs in parallel, which is several times faster. It does not read pip's configuration, so where only that one
-# reaches an index, pip does the work and says so.
+# reaches an index, pip does the work and says so. Bytecode is compiled now, as pip does: importing MaxText takes 6 s with it
+# and 14 s without, in every process.
 uv_pin=$(grep -E '^uv==' requirements/dev.txt)
 install() {
-  if [ -x "$venv/bin/uv" ] && VIRTUAL_ENV=$venv "$venv/bin/uv" pip install --quiet --python "$python" "$@"; then
+  if [ -x "$venv/bin/uv" ] && VIRTUAL_ENV=$venv "$venv/bin/uv" pip install --quiet --compile-bytecode --python "$python" "$@"; then
     return
   fi
   echo "install: uv could not, trying pip" >&2

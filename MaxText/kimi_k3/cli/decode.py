@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ examples:
   kimi-k3 decode OUT/decode.yml --prompt-ids prompts.json --max-new-tokens 64 --out completions.json
   kimi-k3 decode OUT/decode.yml --prompt-ids prompts.json dtype=float32 matmul_precision=highest
 """
+_PROMPT = "prompt="
 _MAX_DEFAULT_SLOTS = 16
 _DEFAULT_NEW_TOKENS = 64
 # Refused by name: they would be parsed and ignored.
@@ -69,18 +70,28 @@ def run(args: argparse.Namespace) -> int:
   from kimi_k3.generate.lengths import cache_lengths
   from kimi_k3.maxtext_adapter.settings import explicit_settings, read_config
 
-  explicit = explicit_settings(args.config, args.settings)
+  prompt, settings = _split_prompt(args.settings)
+  explicit = explicit_settings(args.config, settings) | prompt
   _refuse(explicit)
   tokenizer = _tokenizer(args.config, explicit)
   prompts, source = _prompts(args, explicit, tokenizer)
   lengths = cache_lengths(prompts, args.max_new_tokens, explicit)
-  config = read_config(args.config, args.settings, **lengths, per_device_batch_size=_slots_a_device(len(prompts)))
+  config = read_config(args.config, settings, **lengths, per_device_batch_size=_slots_a_device(len(prompts)))
   check_vocabulary(prompts, config.vocab_size, source)
   rows, summary = _generate(config, args, prompts)
   result = [_as_dict(row, tokenizer) for row in rows]
   _deliver(result, args.out)
   print(summary, file=sys.stdout if args.out else sys.stderr)
   return 1 if any(row.finish_reason == "error" for row in rows) else 0
+
+
+def _split_prompt(settings: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+  """The prompt as it was typed, if there is one, and the other settings, which are read as YAML."""
+  texts = [s.removeprefix(_PROMPT) for s in settings if s.startswith(_PROMPT)]
+  if len(texts) > 1:
+    raise InputError("prompt= given twice; give --prompt-ids FILE.json for many prompts")
+  others = [s for s in settings if not s.startswith(_PROMPT)]
+  return ({"prompt": texts[0]} if texts else {}), others
 
 
 def _refuse(explicit: Mapping[str, Any]) -> None:

@@ -56,12 +56,21 @@ def check_writable(path: str) -> None:
     raise InputError(f"{path}: is a directory, expected a file to write")
   if not target.absolute().parent.is_dir():
     raise InputError(f"{path}: its directory does not exist")
+  try:
+    with tempfile.NamedTemporaryFile(dir=target.absolute().parent, prefix=_prefix(target)):
+      pass
+  except OSError as error:
+    raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _prefix(target: Path) -> str:
+  return f".{target.name}."
 
 
 def write_whole(path: str, write: Callable[[BinaryIO], object]) -> None:
   """Writes a file so that it either appears complete or not at all."""
   target = Path(path)
-  descriptor, temporary = tempfile.mkstemp(dir=target.absolute().parent, prefix=f".{target.name}.")
+  descriptor, temporary = tempfile.mkstemp(dir=target.absolute().parent, prefix=_prefix(target))
   try:
     with os.fdopen(descriptor, "wb") as file:
       write(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -49,13 +50,11 @@ class TiktokenTokenizer:
 
   def __init__(self, directory: Path):
     import tiktoken
-    from tiktoken.load import load_tiktoken_bpe
 
-    try:
-      ranks = load_tiktoken_bpe(str(directory / TIKTOKEN_FILE))
-    except ValueError as error:
-      raise InputError(f"{directory / TIKTOKEN_FILE}: not a tiktoken file: {error}") from error
-    special = _special_tokens(directory)
+    ranks, special = _ranks(directory / TIKTOKEN_FILE), _special_tokens(directory)
+    ids = [*ranks.values(), *special.values()]
+    if len(set(ids)) < len(ids):
+      raise InputError(f"{directory}: {TIKTOKEN_FILE} and {_CONFIG_FILE} give an id to two tokens")
     self._encoding = tiktoken.Encoding("kimi", pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens=special)
 
   def encode(self, text: str) -> list[int]:
@@ -64,17 +63,13 @@ class TiktokenTokenizer:
 
   def decode(self, ids: list[int]) -> str:
     """Returns the text; bytes that are no UTF-8 become replacement characters, ids without a token <|id|>."""
-    known = self._encoding.decode
-    try:
-      return known(ids)
-    except KeyError:
-      return "".join(self._one(i) for i in ids)
+    return b"".join(map(self._bytes, ids)).decode("utf-8", errors="replace")
 
-  def _one(self, i: int) -> str:
+  def _bytes(self, i: int) -> bytes:
     try:
-      return self._encoding.decode([i])
+      return self._encoding.decode_single_token_bytes(i)
     except KeyError:
-      return f"<|{i}|>"
+      return f"<|{i}|>".encode()
 
 
 class HuggingFaceTokenizer:
@@ -83,7 +78,10 @@ class HuggingFaceTokenizer:
   def __init__(self, directory: Path):
     import tokenizers
 
-    self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / HF_FILE))
+    try:
+      self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / HF_FILE))
+    except Exception as error:  # the library raises nothing narrower
+      raise InputError(f"{directory / HF_FILE}: not a tokenizer: {error}") from error
     self._tokenizer.encode_special_tokens = True  # a user's text is text, whatever it looks like
 
   def encode(self, text: str) -> list[int]:
@@ -102,6 +100,20 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
   if (directory / HF_FILE).is_file():
     return HuggingFaceTokenizer(directory)
   return None
+
+
+def _ranks(path: Path) -> dict[bytes, int]:
+  """Rank of each token. Read here because tiktoken's own reader keeps a copy by path and serves that ever after."""
+  ranks = {}
+  for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    try:
+      token, rank = line.split()
+      ranks[base64.b64decode(token, validate=True)] = int(rank)
+    except ValueError as error:
+      raise InputError(f"{path}: not a tiktoken file: line {number}: {error}") from error
+  if missing := sum(bytes([b]) not in ranks for b in range(256)):
+    raise InputError(f"{path}: not a tiktoken file: {missing} of the 256 single bytes have no token")
+  return ranks
 
 
 def _special_tokens(directory: Path) -> dict[str, int]:

@@ -19,7 +19,6 @@ from kimi_k3.kda.reference import kda_step, l2_normalize
 
 _TOKAMAX_CHUNK = 64  # tokens; tokamax takes whole chunks only
 _TOKAMAX_BOUND = -5.0  # a step: below, the exponents that tokamax factors leave float32
-_MOSAIC_FLOOR = -10.0  # a step, see _mosaic_decay
 _CLOSED = -1000.0  # sigmoid's argument where a gate must be exactly 0
 
 
@@ -72,7 +71,7 @@ def run_kda(
       its output is 0.
     resets: True where a packed document starts: it sees an empty state.
     implementation: "portable" (any length, backend and gate), "tokamax_xla_chunked" (lower_bound of at least -5) or
-      "tokamax_mosaic" (TPU; without a lower bound no channel decays by more than e^-10 a step).
+      "tokamax_mosaic" (the same, on TPU).
 
   Raises:
     InputError: if the implementation is unknown or cannot compute this.
@@ -95,9 +94,10 @@ def _check_supported(implementation: str, lower_bound: float | None, resets: Arr
   advice = 'use kda_implementation "portable"'
   if resets is not None:
     raise InputError(f"{implementation} does not take packed documents (resets): {advice}")
-  if lower_bound is None and implementation == "tokamax_xla_chunked":
+  if lower_bound is None:
+    # mosaic has a form for it, which gives NaN where a channel decays by e^-15 or more a step, as trained gates do.
     raise InputError(f"{implementation} needs a gate_lower_bound, and there is none (the softplus gate): {advice}")
-  if lower_bound is not None and lower_bound < _TOKAMAX_BOUND:
+  if lower_bound < _TOKAMAX_BOUND:
     raise InputError(
       f"{implementation} takes a gate_lower_bound of at least {_TOKAMAX_BOUND}, found {lower_bound}: {advice}"
     )
@@ -132,18 +132,7 @@ def _xla_chunked(call: _Call):
 
 
 def _mosaic(call: _Call):
-  if call.lower_bound is None:
-    return _tokamax(call, "mosaic", gate=_head_first(_mosaic_decay(call)))
   return _tokamax(call, "mosaic", **_fused_gate(call))
-
-
-def _mosaic_decay(call: _Call) -> Float[Array, "B T H K"]:
-  """Log decay, raised to a floor.
-
-  The kernel splits exponents at the middle of 16 tokens: 8 steps of less than -11 each overflow float32 and give NaN.
-  At the floor a channel keeps e^-10 = 4.5e-5 of itself, where it should keep less.
-  """
-  return jnp.maximum(_decay(call), _MOSAIC_FLOOR)
 
 
 def _fused_gate(call: _Call) -> dict:

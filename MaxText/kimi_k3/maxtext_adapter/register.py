@@ -18,6 +18,7 @@ from kimi_k3.maxtext_keys import DECODER_BLOCK, REQUIRED_KEYS
 
 SUPPORTED_VERSIONS = ("0.2.5",)
 _ENUM_NAME = "KIMI_K3"
+_READERS = ("initialize", "initialize_pydantic", "_initialize_pydantic", "_prepare_for_pydantic")
 _MARK = "_kimi_k3"  # set on what we put in place, so that a second register() finds it
 
 
@@ -43,16 +44,11 @@ def _register() -> None:
   if getattr(models.NNXDecoder, _MARK, False):
     return
   block_types = common_types.DecoderBlockType
-  readers = [
-    getattr(pyconfig, name)
-    for name in ("initialize", "initialize_pydantic", "_initialize_pydantic", "_prepare_for_pydantic")
-  ]
-  _assert_seams(block_types, readers, types.MaxTextConfig, models, nnx_decoders, pyconfig)
-
-  member = _extend_enum(block_types, _ENUM_NAME, DECODER_BLOCK)
+  _assert_seams(block_types, types.MaxTextConfig, models, nnx_decoders, pyconfig, maxtext_globals)
   from kimi_k3.maxtext_adapter.config import TOKENIZERS, KimiMaxTextConfig
 
-  for reader in readers:
+  member = _extend_enum(block_types, _ENUM_NAME, DECODER_BLOCK)
+  for reader in (getattr(pyconfig, name) for name in _READERS):
     reader.__defaults__ = tuple(KimiMaxTextConfig if d is types.MaxTextConfig else d for d in reader.__defaults__)
   pyconfig._initialize_pydantic = _with_our_models(pyconfig, KimiMaxTextConfig)
   maxtext_globals.HF_IDS.update(TOKENIZERS)
@@ -92,19 +88,20 @@ def check_version() -> None:
     )
 
 
-def _assert_seams(block_types, readers, config_class, models, nnx_decoders, pyconfig) -> None:
+def _assert_seams(block_types, config_class, models, nnx_decoders, pyconfig, maxtext_globals) -> None:
   faults = []
   if block_types.__mro__[1:] != enum.Enum.__mro__ or "DEFAULT" not in block_types.__members__:
     faults.append("common_types.DecoderBlockType is no plain enum")
-  faults += [
-    f"pyconfig.{r.__name__} has no default config class" for r in readers if config_class not in (r.__defaults__ or ())
-  ]
+  defaults = {name: getattr(getattr(pyconfig, name, None), "__defaults__", None) or () for name in _READERS}
+  faults += [f"pyconfig.{name} has no default config class" for name, d in defaults.items() if config_class not in d]
   if models.NNXDecoder is not nnx_decoders.NNXDecoder:
     faults.append("models.NNXDecoder is not nnx_decoders.NNXDecoder")
   methods = ("_init_decoder_layers", "_apply_embedding", "apply_output_head", "get_remat_policy", "get_norm_layer")
   faults += [f"NNXDecoder.{m} is missing" for m in methods if not hasattr(nnx_decoders.NNXDecoder, m)]
   helpers = ("_resolve_or_infer_config", "_load_config")
   faults += [f"pyconfig.{h} is missing" for h in helpers if not hasattr(pyconfig, h)]
+  if not isinstance(getattr(maxtext_globals, "HF_IDS", None), dict):
+    faults.append("globals.HF_IDS is no dict")
   if faults:
     raise RuntimeError(f"MaxText's seams have moved: {'; '.join(faults)}")
 

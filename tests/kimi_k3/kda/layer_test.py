@@ -10,6 +10,8 @@ import pytest
 
 from kimi_k3.config import KimiK3Config
 
+pytestmark = pytest.mark.usefixtures("unsharded")
+
 # float32 against float64 through five products and the recurrence; of the largest output. The bar is 1e-4.
 TOLERANCE = 2e-5
 LENGTHS = (1, 2, 3, 4, 5, 63, 64, 65, 127, 129, 200)
@@ -17,7 +19,7 @@ LAYER = 1
 
 
 @pytest.fixture(params=["k3_tiny", "kimi_linear_tiny"])
-def layer_case(request, reference, unsharded, float32_compute):
+def layer_case(request, reference, float32_compute):
   """(config, function to make the layer with a cache or without, reference checkpoint with the same weights)."""
   from flax import nnx
 
