@@ -146,7 +146,8 @@ def _generate(config: Any, args, prompts: list[list[int]]) -> tuple[list[Row], s
   from kimi_k3.maxtext_adapter.engine import Engine
 
   clock = CompileClock()
-  sampler = Sampler(config.decode_sampling_strategy, config.decode_sampling_temperature, config.decode_sampling_seed)
+  strategy = config.decode_sampling_strategy.value
+  sampler = Sampler(strategy, config.decode_sampling_temperature, config.decode_sampling_seed)
   stop_id = None if args.ignore_eos else config.eos_token_id
   request = Request(args.max_new_tokens, stop_id, sampler, config.max_prefill_predict_length)
   engine = Engine(config)

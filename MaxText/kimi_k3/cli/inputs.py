@@ -24,7 +24,7 @@ def read_rows(path: str) -> list[list[int]]:
     rows = json.loads(Path(path).read_text())
   except OSError as error:
     raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise InputError(f"{path}: not JSON: {error}") from error
   if not isinstance(rows, list) or not rows:
     raise InputError(f"{path}: expected a non-empty list of lists of token ids, such as [[1, 2, 3], [4, 5]]")
@@ -52,11 +52,11 @@ def check_vocabulary(rows: list[list[int]], vocab_size: int, source: str) -> Non
 def check_writable(path: str) -> None:
   """Raises InputError, before the work rather than after it, if a result could not be written to `path`."""
   target = Path(path)
-  if target.is_dir():
-    raise InputError(f"{path}: is a directory, expected a file to write")
-  if not target.absolute().parent.is_dir():
-    raise InputError(f"{path}: its directory does not exist")
   try:
+    if target.is_dir():
+      raise InputError(f"{path}: is a directory, expected a file to write")
+    if not target.absolute().parent.is_dir():
+      raise InputError(f"{path}: its directory does not exist")
     with tempfile.NamedTemporaryFile(dir=target.absolute().parent, prefix=_prefix(target)):
       pass
   except OSError as error:

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(build_parser(), argv)
     return args.run(args)
   except InputError as error:
-    print(f"kimi-k3: error: {error}", file=sys.stderr)
+    print(f"kimi-k3: error: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
   except KeyboardInterrupt:
     print("kimi-k3: interrupted", file=sys.stderr)

@@ -7,7 +7,6 @@ alone, and only an exact fit is loaded, straight into the shards that hold it.
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -45,7 +44,7 @@ def stored_leaves(path: str) -> dict[str, jax.ShapeDtypeStruct]:
     metadata = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True).metadata(epath.Path(path))
     tree = metadata.tree if hasattr(metadata, "tree") else metadata
     params = tree["params"]["params"]
-  except (KeyError, TypeError, ValueError, OSError, json.JSONDecodeError) as error:
+  except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
     raise InputError(
       f"load_parameters_path is {path!r}: not a checkpoint of parameters: {' '.join(str(error).split())}"
     ) from error

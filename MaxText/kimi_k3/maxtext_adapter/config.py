@@ -149,27 +149,40 @@ _NOT_SUPPORTED_PARALLELISM = (
 )  # fmt: skip
 
 
+# Of MaxText's values, those that this model computes with.
+_CHOICES = {
+  "attention": ("autoselected", "dot_product", "flash"),
+  "dtype": ("bfloat16", "float32"),
+  "weight_dtype": ("bfloat16", "float32"),
+}
+
+
 def _unsupported(config: KimiMaxTextConfig):
-  fields = type(config).model_fields
   for key, only in _ONLY.items():
-    if key not in fields:
-      continue
-    value = getattr(config, key)
-    value = getattr(value, "value", value)
+    value = _plain(getattr(config, key))
     if value != only and (value or only):
       yield f"{key} is {value!r}: this model supports {only!r} only"
+  for key, choices in _CHOICES.items():
+    value = _plain(getattr(config, key))
+    if value not in choices:
+      yield f"{key} is {value!r}: this model supports {', '.join(map(repr, choices))} only"
   if config.original_max_position_embeddings != config.max_position_embeddings:
     yield "original_max_position_embeddings differs from max_position_embeddings: this model scales nothing by length"
 
 
+def _plain(value: Any) -> Any:
+  return getattr(value, "value", value)  # MaxText's enums
+
+
 def _mesh_faults(config: KimiMaxTextConfig):
   """Sizes that the mesh would have to cut unevenly. An automatic size (-1) is checked when the mesh is made."""
-  tensor, expert = (
-    getattr(config, f"ici_{axis}_parallelism") * max(1, getattr(config, f"dcn_{axis}_parallelism"))
-    for axis in ("tensor", "expert")
+  tensor, autoregressive, expert = (
+    max(1, getattr(config, f"ici_{axis}_parallelism")) * max(1, getattr(config, f"dcn_{axis}_parallelism"))
+    for axis in ("tensor", "autoregressive", "expert")
   )
+  heads = tensor * autoregressive  # both cut the heads
   for key in ("base_num_query_heads", "kda_num_heads"):
-    if tensor > 1 and getattr(config, key) % tensor:
-      yield f"{key} is {getattr(config, key)}, which tensor parallelism of {tensor} does not divide"
+    if getattr(config, key) % heads:
+      yield f"{key} is {getattr(config, key)}, which tensor parallelism of {heads} does not divide"
   if expert > 1 and config.num_experts % expert:
     yield f"num_experts is {config.num_experts}, which expert parallelism of {expert} does not divide"

@@ -32,6 +32,10 @@ class Engine:
     self.config = config
     with quiet():
       self._engine = KimiMaxEngine(config)
+      if self.num_slots < 1:
+        raise InputError(
+          f"per_device_batch_size is {config.per_device_batch_size}: no row fits; expected 1 or more over all devices"
+        )
       self._params = self._engine.load_params(rng=jax.random.PRNGKey(0))
       self._state = self._engine.init_decode_state()
 

@@ -163,7 +163,9 @@ def _extra_settings(pyconfig: Any, argv: list[str] | None, kwargs: dict[str, Any
     raise ValueError(
       f"{path} with model_name {name}: missing {', '.join(missing)}: MaxText's own defaults would be used"
     )
-  extra = {} if found_by_maxtext else _without_contradictions(model, given, bool(known.get("override_model_config")))
+  said_otherwise = _contradictions(model, own | given, allowed=bool(known.get("override_model_config")))
+  extra = ({} if found_by_maxtext else model) | said_otherwise
+  extra = {key: value for key, value in extra.items() if key not in given}
   checkpoint = own.get("load_parameters_path")
   if checkpoint and "load_parameters_path" not in given and "://" not in checkpoint:
     extra["load_parameters_path"] = str(pathlib.Path(path).resolve().parent / checkpoint)
@@ -219,9 +221,11 @@ def _model_settings(path: pathlib.Path, name: str) -> tuple[dict[str, Any], bool
   raise ValueError(f"model_name is {name}, but {name}.yml is neither in {ours.parent} nor in models/ beside the config")
 
 
-def _without_contradictions(model: dict[str, Any], given: dict[str, Any], override: bool) -> dict[str, Any]:
-  """The model's settings without those given by the user, which must be the same unless overriding is on."""
-  twice = sorted(k for k in model if k in given and given[k] != model[k])
-  if twice and not override:
-    raise ValueError(f"{', '.join(twice)} given, but the model's YAML says otherwise: set override_model_config=true")
-  return {k: v for k, v in model.items() if k not in given}
+def _contradictions(model: dict[str, Any], said: dict[str, Any], *, allowed: bool) -> dict[str, Any]:
+  """What the user says against the model's YAML. MaxText would let the YAML win over a config file in silence."""
+  otherwise = {key: value for key, value in said.items() if key in model and value != model[key]}
+  if otherwise and not allowed:
+    raise ValueError(
+      f"{', '.join(sorted(otherwise))} given, but the model's YAML says otherwise: set override_model_config=true"
+    )
+  return otherwise

@@ -16,6 +16,8 @@ from kimi_k3.maxtext_keys import DECODER_BLOCK
 
 _SETTING = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 
+_SUFFIX = ".yml"
+
 # What a run of ours never needs of MaxText, and would trip over: run directories, the trainer's checkpoint manager.
 _DEFAULTS = {
   "run_name": "kimi-k3",
@@ -35,6 +37,8 @@ def explicit_settings(path: str, settings: Sequence[str]) -> dict[str, Any]:
   import omegaconf
   import yaml
 
+  if not path.endswith(_SUFFIX):
+    raise InputError(f"{path}: expected a file that ends in {_SUFFIX}: MaxText takes no other for a config")
   if not pathlib.Path(path).is_file():
     raise InputError(
       f"{path}: no such file; expected a YAML config such as the decode.yml that `kimi-k3 convert` writes"
@@ -72,7 +76,7 @@ def read_config(path: str, settings: Sequence[str], **derived: Any) -> Any:
       config = pyconfig.HyperParameters(pyconfig._initialize_pydantic(["", path, *settings], **extra))
   except pydantic.ValidationError as error:
     raise InputError(f"{path}: {_validation_faults(error)}") from error
-  except (ValueError, TypeError, KeyError, AttributeError) as error:
+  except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
     raise InputError(f"{path}: {_key_fault(error)}") from error
   if config.decoder_block.value != DECODER_BLOCK:
     raise InputError(
@@ -102,7 +106,7 @@ def _validation_faults(error: pydantic.ValidationError) -> str:
 def _key_fault(error: Exception) -> str:
   """MaxText answers an unknown key with a list of all it knows; the key is what matters."""
   text = _one_line(error)
-  unknown = re.match(r"'(\w+)' not in ", text)
+  unknown = re.match(r"'([^']*)' not in ", text)
   return f"unknown key {unknown[1]}" if unknown else text
 
 

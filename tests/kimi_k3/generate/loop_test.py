@@ -194,14 +194,16 @@ def test_draws_of_a_row_depend_on_its_number_and_step_alone():
     def logits(self, slot: int) -> np.ndarray:
       return super().logits(slot) * 0.1
 
-  def draws(slots: int, prompts) -> list[list[int]]:
-    request = Request(12, None, Sampler(WEIGHTED, 1.0, 3), MAX_PROMPT)
+  def draws(slots: int, prompts, new: int = 12) -> list[list[int]]:
+    request = Request(new, None, Sampler(WEIGHTED, 1.0, 3), MAX_PROMPT)
     return [row.ids for row in generate(Flat(slots), prompts, request, clock=NoClock())[0]]
 
   alone = draws(1, PROMPTS)
   assert draws(5, PROMPTS) == draws(2, PROMPTS) == alone
   assert draws(5, PROMPTS[:2]) == alone[:2]
-  assert draws(2, PROMPTS[:1] * 2)[0] != draws(2, PROMPTS[:1] * 2)[1], "equal prompts get draws of their own"
+  # Equal prompts get draws of their own: of 40 from 11 tokens, some 4 agree by chance.
+  first, second = draws(2, PROMPTS[:1] * 2, new=40)
+  assert sum(a == b for a, b in zip(first[1:], second[1:], strict=True)) < 15
 
 
 def test_prompts_are_not_changed():

@@ -256,6 +256,19 @@ def test_a_setting_that_contradicts_the_model_is_refused_unless_overriding_is_on
   assert (config.vocab_size, config.kda_num_heads) == (512, 4)
 
 
+@pytest.mark.parametrize("models", ["shipped", "beside the config"])
+def test_a_config_file_that_contradicts_the_model_is_refused_unless_overriding_is_on(configs, tmp_path, models):
+  path = configs / "decode.yml"
+  if models == "shipped":
+    path = Path(shutil.move(path, tmp_path / "alone.yml"))
+  edit(path, model_name="kimi-k3-tiny", vocab_size=512)
+  with pytest.raises(ValueError, match=r"vocab_size given, but the model's YAML says otherwise"):
+    initialize(path)
+  edit(path, override_model_config=True)
+  assert initialize(path).vocab_size == 512
+  assert initialize(path, "vocab_size=1024").vocab_size == 1024
+
+
 def test_repeating_what_the_model_says_is_no_contradiction(base_yml):
   assert initialize(base_yml, "model_name=kimi-k3-tiny", "vocab_size=256").vocab_size == 256
 

@@ -1,0 +1,206 @@
+"""A checkpoint is loaded if it fits to the last leaf, shape and dtype, and refused with the difference otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kimi_k3.errors import InputError
+from kimi_k3.maxtext_adapter.checkpoint import check_fit, load_params, model_leaves, stored_leaves
+
+SHAPES = {
+  ("embedder", "table"): ((8, 4), "bfloat16"),
+  ("layer", "experts", "w1_packed"): ((2, 3, 16), "uint8"),
+  ("layer", "rate"): ((3,), "float32"),
+}
+NAMES = {".".join(path): jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for path, (shape, dtype) in SHAPES.items()}
+
+
+def nested(leaves: dict[tuple[str, ...], Any]) -> dict[str, Any]:
+  tree: dict[str, Any] = {}
+  for path, value in leaves.items():
+    held = tree
+    for name in path[:-1]:
+      held = held.setdefault(name, {})
+    held[path[-1]] = value
+  return tree
+
+
+def arrays() -> dict[tuple[str, ...], jax.Array]:
+  rng = np.random.default_rng(0)
+  return {path: jnp.asarray(rng.integers(0, 100, shape), dtype) for path, (shape, dtype) in SHAPES.items()}
+
+
+def abstract() -> nnx.State:
+  """Parameters as the engine asks for them: shapes, dtypes and where they go."""
+  place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  wanted = {path: jax.ShapeDtypeStruct(shape, jnp.dtype(d), sharding=place) for path, (shape, d) in SHAPES.items()}
+  return nnx.State(nested({path: nnx.Param(leaf) for path, leaf in wanted.items()}))
+
+
+def save(path: Path, tree: dict[str, Any]) -> str:
+  import orbax.checkpoint as ocp
+
+  ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)).save(path, tree)
+  return str(path)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> str:
+  """A checkpoint that fits."""
+  return save(tmp_path_factory.mktemp("saved") / "items", {"params": {"params": nested(arrays())}})
+
+
+def test_the_stored_leaves_are_told_without_reading_them(saved):
+  assert stored_leaves(saved) == NAMES
+
+
+def test_a_model_names_its_leaves_as_the_checkpoint_does():
+  class Layer(nnx.Module):
+    def __init__(self):
+      self.rate, self.cache = nnx.Param(jnp.zeros(3)), nnx.Cache(jnp.zeros(5))
+
+  class Model(nnx.Module):
+    def __init__(self):
+      self.layer = Layer()
+
+  assert model_leaves(nnx.eval_shape(Model)) == {"layer.rate": jax.ShapeDtypeStruct((3,), jnp.float32)}
+
+
+def test_what_fits_is_loaded_bit_for_bit_where_it_belongs(saved):
+  loaded = load_params(saved, abstract())
+  for path, expected in arrays().items():
+    found = nnx.to_pure_dict(loaded)
+    for name in path:
+      found = found[name]
+    assert found.dtype == expected.dtype
+    assert found.sharding == jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+def with_leaf(path: tuple[str, ...], change) -> dict[str, Any]:
+  leaves = arrays()
+  leaves[path] = change(leaves[path])
+  return {"params": {"params": nested(leaves)}}
+
+
+TABLE, CODES, RATE = SHAPES
+WRONG_LEAVES = {
+  "half width": (CODES, lambda x: x[..., :8], "w1_packed is uint8[2, 3, 8], expected uint8[2, 3, 16]"),
+  "transposed": (TABLE, lambda x: x.T, "embedder.table is bfloat16[4, 8], expected bfloat16[8, 4]"),
+  "fewer axes": (CODES, lambda x: x.reshape(6, 16), "w1_packed is uint8[6, 16], expected uint8[2, 3, 16]"),
+  "wider": (TABLE, lambda x: x.astype(jnp.float32), "embedder.table is float32[8, 4], expected bfloat16[8, 4]"),
+  "narrower": (RATE, lambda x: x.astype(jnp.bfloat16), "layer.rate is bfloat16[3], expected float32[3]"),
+  "signed": (CODES, lambda x: x.astype(jnp.int8), "w1_packed is int8[2, 3, 16], expected uint8[2, 3, 16]"),
+}
+
+
+@pytest.mark.parametrize("change", WRONG_LEAVES)
+def test_a_leaf_of_another_shape_or_dtype_is_refused_and_not_cast_repeated_or_transposed(tmp_path, change):
+  path, make, said = WRONG_LEAVES[change]
+  items = save(tmp_path / "items", with_leaf(path, make))
+  with pytest.raises(InputError) as error:
+    load_params(items, abstract())
+  assert said in str(error.value)
+  assert str(error.value).startswith(f"{items} does not fit the config: ")
+
+
+def test_missing_and_additional_leaves_are_named(tmp_path):
+  leaves = arrays()
+  del leaves[RATE]
+  leaves["layer", "rates"] = jnp.zeros(3)
+  items = save(tmp_path / "items", {"params": {"params": nested(leaves)}})
+  with pytest.raises(InputError) as error:
+    load_params(items, abstract())
+  assert "layer.rate is missing; layer.rates is not part of the model." in str(error.value)
+
+
+def test_an_exact_fit_says_nothing():
+  check_fit(NAMES, dict(NAMES), "OUT")
+  check_fit({}, {}, "OUT")
+
+
+def test_all_kinds_of_faults_are_listed_and_the_rest_is_counted():
+  stored = dict(NAMES) | {f"extra_{i}": jax.ShapeDtypeStruct((1,), jnp.float32) for i in range(7)}
+  del stored["layer.rate"]
+  with pytest.raises(InputError) as error:
+    check_fit(NAMES, stored, "OUT/0/items")
+  assert str(error.value) == (
+    "OUT/0/items does not fit the config: layer.rate is missing; extra_0 is not part of the model; "
+    "extra_1 is not part of the model; extra_2 is not part of the model; extra_3 is not part of the model; "
+    "extra_4 is not part of the model and 2 more. Use the decode.yml that was written with the checkpoint"
+  )
+
+
+@pytest.mark.parametrize("folded", [True, False])
+def test_the_other_form_of_scan_layers_is_recognised(folded):
+  one = jax.ShapeDtypeStruct((1,), jnp.float32)
+  scanned = {"decoder.lead_0.w": one, "decoder.blocks.layers_0.w": one}
+  unrolled = {f"decoder.layers_{i}.w": one for i in range(8)}
+  model, stored = (unrolled, scanned) if folded else (scanned, unrolled)
+  with pytest.raises(InputError, match=f"written with scan_layers: {str(folded).lower()}: set that, or convert again"):
+    check_fit(model, stored, "OUT")
+
+
+def test_a_path_without_a_checkpoint_is_told(tmp_path):
+  for path in (tmp_path / "nowhere", tmp_path):
+    with pytest.raises(InputError, match=r"no Orbax checkpoint there \(no _METADATA\); expected OUT/0/items"):
+      stored_leaves(str(path))
+
+
+@pytest.mark.parametrize("tree", [{"params": {"weights": {"w": jnp.zeros(3)}}}, {"state": {"w": jnp.zeros(3)}}])
+def test_a_checkpoint_of_something_else_is_told(tmp_path, tree):
+  with pytest.raises(InputError, match="not a checkpoint of parameters"):
+    stored_leaves(save(tmp_path / "items", tree))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+def test_broken_metadata_is_told(tmp_path, content):
+  items = save(tmp_path / "items", {"params": {"params": nested(arrays())}})
+  (Path(items) / "_METADATA").write_text(content)
+  with pytest.raises(InputError, match="not a checkpoint of parameters"):
+    load_params(items, abstract())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Orbax's readers, left behind
+@pytest.mark.parametrize("damage", ["truncated", "removed"])
+def test_data_that_cannot_be_read_is_told(tmp_path, damage):
+  items = Path(save(tmp_path / "items", {"params": {"params": nested(arrays())}}))
+  largest = max((p for p in items.rglob("*") if p.parent.name == "d"), key=lambda p: p.stat().st_size)
+  if damage == "removed":
+    largest.unlink()
+  else:
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+  with pytest.raises(InputError, match=r"items: cannot be read|not a checkpoint of parameters") as error:
+    load_params(str(items), abstract())
+  assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("change", ["halved", "retyped"])
+def test_a_converted_checkpoint_with_one_changed_leaf_is_refused(tiny_checkpoint, convert, monkeypatch, change):
+  """The model asks through its config; the stored metadata is changed on the way."""
+  from kimi_k3.maxtext_adapter import checkpoint
+  from kimi_k3.maxtext_adapter.engine import make_forward
+  from kimi_k3.maxtext_adapter.settings import read_config
+
+  out = convert(tiny_checkpoint("--layers", "5", "--set", "num_experts=4", "--set", "num_experts_per_token=2"))
+  name = "decoder.lead_1.mlp.experts.w1_packed"
+
+  def tampered(path):
+    leaves = stored_leaves(path)
+    found = leaves[name]
+    shape, dtype = found.shape, found.dtype
+    shape, dtype = ((*shape[:-1], shape[-1] // 2), dtype) if change == "halved" else (shape, np.dtype("int8"))
+    return leaves | {name: jax.ShapeDtypeStruct(shape, dtype)}
+
+  monkeypatch.setattr(checkpoint, "stored_leaves", tampered)
+  with pytest.raises(InputError) as error:
+    make_forward(read_config(str(out / "decode.yml"), []))
+  found = "uint8[4, 32, 8]" if change == "halved" else "int8[4, 32, 16]"
+  assert f"{name} is {found}, expected uint8[4, 32, 16]. Use the decode.yml" in str(error.value)
