@@ -22,7 +22,7 @@ examples:
   kimi-k3 convert Kimi-K3/ OUT/
   kimi-k3 decode OUT/decode.yml --prompt-ids prompts.json --max-new-tokens 64
   kimi-k3 logits OUT/decode.yml --tokens prompts.json --out logits.npz
-  kimi-k3 run maxtext.trainers.pre_train.train_compile OUT/decode.yml compile_topology=v5e-16
+  kimi-k3 run maxtext.checkpoint_conversion.inspect_checkpoint maxtext model_name=kimi-k3 scan_layers=true
 
 `kimi-k3 VERB --help` explains each.
 """
@@ -41,7 +41,11 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> Parser:
   """Returns the parser of all verbs."""
-  parser = Parser(prog="kimi-k3", description="Kimi K3 on MaxText: convert, decode, inspect.", epilog=_EPILOG)
+  parser = Parser(
+    prog="kimi-k3",
+    description="Kimi K3 on MaxText: convert a released checkpoint, decode with it, compute logits.",
+    epilog=_EPILOG,
+  )
   subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
   for verb in VERBS:
     module = importlib.import_module(f"kimi_k3.cli.{verb}")

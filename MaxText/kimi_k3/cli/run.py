@@ -15,8 +15,7 @@ are found from any config, and `load_parameters_path` in a decode.yml is taken r
 """
 EPILOG = """\
 example:
-  kimi-k3 run maxtext.trainers.pre_train.train_compile OUT/decode.yml compile_topology=v5e-16 \\
-    compile_topology_num_slices=1
+  kimi-k3 run maxtext.checkpoint_conversion.inspect_checkpoint maxtext model_name=kimi-k3 scan_layers=true
 """
 
 

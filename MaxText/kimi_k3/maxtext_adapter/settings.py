@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 from collections.abc import Sequence
@@ -70,7 +71,8 @@ def read_config(path: str, settings: Sequence[str], **derived: Any) -> Any:
   from maxtext.configs import pyconfig
 
   explicit = explicit_settings(path, settings)
-  extra = {k: v for k, v in (_DEFAULTS | derived).items() if k not in explicit}
+  defaults: dict[str, Any] = {**_DEFAULTS, **_compile_cache(), **derived}
+  extra = {k: v for k, v in defaults.items() if k not in explicit}
   try:
     with quiet():
       config = pyconfig.HyperParameters(pyconfig._initialize_pydantic(["", path, *settings], **extra))
@@ -84,6 +86,12 @@ def read_config(path: str, settings: Sequence[str], **derived: Any) -> Any:
       "use the decode.yml of a converted checkpoint"
     )
   return config
+
+
+def _compile_cache() -> dict[str, str]:
+  """JAX's own variable for it wins over MaxText's ~/jax_cache, which would replace it."""
+  directory = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+  return {} if directory is None else {"jax_cache_dir": directory}
 
 
 def _validation_faults(error: pydantic.ValidationError) -> str:
