@@ -12,8 +12,10 @@ Lower case is one shard's part. The KDA state is always [..., K, V].
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -25,6 +27,8 @@ MXFP4_GROUP = 32
 PACKABLE_MODULES = ("experts", "latent", "shared_experts")
 FLOAT32_KINDS = ("A_log", "conv1d", "dt_bias", "e_score_correction_bias", "o_norm")
 ALWAYS_FLOAT32 = ("A_log", "dt_bias")
+_MAX_SIZE = 2**31 - 1  # what an index holds
+_SHOWN_LAYERS = 100  # of those that no list names
 
 
 class LayerKind(enum.StrEnum):
@@ -260,6 +264,8 @@ def _size_faults(c: KimiK3Config):
     value = getattr(c, field)
     if value is not None and not 0 < value < math.inf:
       yield f"{_name(field)} is {value}, expected a positive number"
+    elif isinstance(value, int) and value > _MAX_SIZE:
+      yield f"{_name(field)} is {value}, expected at most {_MAX_SIZE}"
   for field in ("first_k_dense_replace", "num_shared_experts"):
     if getattr(c, field) < 0:
       yield f"{_name(field)} is {getattr(c, field)}, expected 0 or more"
@@ -275,11 +281,12 @@ def _size_faults(c: KimiK3Config):
 
 
 def _layer_faults(c: KimiK3Config):
-  listed = sorted((*c.kda_layers, *c.full_attention_layers))
-  expected = list(range(1, c.num_layers + 1))
-  if listed != expected:
-    twice = sorted({i for i in listed if listed.count(i) > 1})
-    missing, beyond = sorted(set(expected) - set(listed)), sorted(set(listed) - set(expected))
+  counts = collections.Counter((*c.kda_layers, *c.full_attention_layers))
+  twice = sorted(i for i, count in counts.items() if count > 1)
+  beyond = sorted(i for i in counts if not 1 <= i <= c.num_layers)
+  # Counted lazily: num_hidden_layers may be any number at all.
+  missing = list(itertools.islice((i for i in range(1, c.num_layers + 1) if i not in counts), _SHOWN_LAYERS))
+  if missing or twice or beyond:
     yield (
       f"linear_attn_config.kda_layers and full_attn_layers must cover layers 1 to num_hidden_layers = {c.num_layers} "
       f"exactly once: missing {missing}, twice {twice}, beyond {beyond}"

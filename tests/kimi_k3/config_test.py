@@ -534,3 +534,13 @@ def test_a_config_cannot_be_changed_and_can_be_a_key(k3):
   with pytest.raises(dataclasses.FrozenInstanceError):
     config.hidden_size = 1
   assert hash(config) == hash(read(k3))
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "attn_res_block_size", "vocab_size", "num_experts"])
+@pytest.mark.parametrize("size", [2**31, 2**63, 10**30])
+def test_a_size_beyond_any_array_is_refused_at_once(k3, key, size):
+  assert f"{key} is {size}, expected at most 2147483647" in refusal(changed(k3, **{key: size}))
+
+
+def test_the_layers_that_no_list_names_are_not_all_counted(k3):
+  assert len(refusal(changed(k3, num_hidden_layers=2**31 - 1))) < 1000

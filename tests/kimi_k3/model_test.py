@@ -19,12 +19,14 @@ LOGITS_TOLERANCE = 1e-4  # of the largest logit
 STATE_TOLERANCE = 1e-4  # of the largest element
 NEW_TOKENS = 32
 
-FORMS = [
-  pytest.param("--scan", "as-stored", id="scan-as-stored"),
-  pytest.param("--no-scan", "as-stored", id="unrolled-as-stored"),
-  pytest.param("--scan", "bf16", id="scan-bf16"),
-  pytest.param("--no-scan", "bf16", id="unrolled-bf16"),
-]
+# Places of the layers x storage of the experts. The first and the last differ in both, so the default run decodes with
+# these; `-m slow` decodes with the other two as well.
+SCAN_STORED, UNROLLED_BF16 = ("--scan", "as-stored"), ("--no-scan", "bf16")
+FORMS = (SCAN_STORED, ("--no-scan", "as-stored"), ("--scan", "bf16"), UNROLLED_BF16)
+
+
+def form_id(form: tuple[str, str]) -> str:
+  return "-".join(form).strip("-")
 
 
 @dataclasses.dataclass
@@ -135,14 +137,26 @@ def golden_case(request: pytest.FixtureRequest) -> Any:
   return request.getfixturevalue(request.param)
 
 
-@pytest.mark.parametrize(("scan", "experts"), FORMS)
-def test_forward_and_decode_equal_the_golden_case(golden_case, scan, experts, convert, float32_config):
-  if experts == "bf16" and golden_case.name == "kimi-linear-tiny":
-    pytest.skip("nothing is packed: bf16 is as stored")
-  out = convert(golden_case.checkpoint, scan, "--experts", experts)
-  expected = Expected.of_golden(golden_case)
-  check_forward(float32_config(out), expected)
-  check_decode(lambda **settings: float32_config(out, **settings), expected)
+@pytest.fixture
+def golden_form(request: pytest.FixtureRequest, golden_case, convert) -> Path:
+  """The golden checkpoint in the form of the test. Nothing of Kimi-Linear is packed: its bf16 is as stored."""
+  scan, experts = request.param
+  return convert(golden_case.checkpoint, scan, "--experts", experts)
+
+
+@pytest.mark.parametrize("golden_form", FORMS, ids=form_id, indirect=True)
+def test_one_pass_equals_the_golden_case(golden_case, golden_form, float32_config):
+  check_forward(float32_config(golden_form), Expected.of_golden(golden_case))
+
+
+@pytest.mark.parametrize(
+  "golden_form",
+  [pytest.param(form, marks=[] if form in (SCAN_STORED, UNROLLED_BF16) else pytest.mark.slow) for form in FORMS],
+  ids=form_id,
+  indirect=True,
+)
+def test_prefill_and_decode_equal_the_golden_case(golden_case, golden_form, float32_config):
+  check_decode(lambda **settings: float32_config(golden_form, **settings), Expected.of_golden(golden_case))
 
 
 # Other shapes than the golden cases': tail lengths 0, 1 and 3, snapshots off the edges of the scanned blocks, a number
@@ -153,16 +167,24 @@ SHAPES = {
     *("--layers", "9", "--set", "linear_attn_config.num_heads=3"),
     *("--set", "num_attention_heads=3", "--set", "num_key_value_heads=3"),
   ),
-  "17-layers-snapshots-of-5": ("--layers", "17", "--set", "attn_res_block_size=5"),
   "27-layers-shared-and-latent-packed": ("--layers", "27", "--packed", "experts+shared+latent"),
+  "17-layers-snapshots-of-5": ("--layers", "17", "--set", "attn_res_block_size=5"),
 }
 
 
-@pytest.mark.parametrize(("scan", "experts"), [FORMS[0], FORMS[3]])
-@pytest.mark.parametrize("shape", SHAPES)
+# Each shape in one form by default, and in the other with `-m slow`.
+SHAPES_IN_FORMS = [
+  pytest.param(shape, form, id=f"{shape}-{form_id(form)}", marks=[] if default else pytest.mark.slow)
+  for i, shape in enumerate(SHAPES)
+  for form, default in ((SCAN_STORED, i % 2 == 0), (UNROLLED_BF16, i % 2 == 1))
+]
+
+
+@pytest.mark.parametrize(("shape", "form"), SHAPES_IN_FORMS)
 def test_forward_and_decode_equal_the_reference_for_other_shapes(
-  shape, scan, experts, tiny_checkpoint, reference, convert, float32_config
+  shape, form, tiny_checkpoint, reference, convert, float32_config
 ):
+  scan, experts = form
   checkpoint = tiny_checkpoint("--preset", "tiny", "--seed", "5", *SHAPES[shape])
   out = convert(checkpoint, scan, "--experts", experts)
   rng = np.random.default_rng(5)

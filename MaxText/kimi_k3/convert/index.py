@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -26,6 +27,7 @@ from kimi_k3.errors import InputError
 
 INDEX_FILE = "model.safetensors.index.json"
 LENGTH_BYTES = 8  # A safetensors file starts with the length of its header, little endian.
+SAMPLES, SAMPLE_BYTES = 16, 1024  # Of each shard's data: enough to tell another training of the same shapes.
 MAX_HEADER_BYTES = 100_000_000  # The limit of the safetensors library: a longer one means the file is something else.
 
 DTYPES = {
@@ -89,6 +91,16 @@ class Source:
         raise InputError(f"{tensor.shard}: ends inside {name}, which it held when opened: was the file changed?")
       done += count
     return data.view(DTYPES[tensor.dtype]).reshape(tensor.shape)
+
+  def sample(self) -> str:
+    """Returns a hex digest of a few bytes all over each shard: two trainings of one architecture share every header."""
+    digest = hashlib.sha256()
+    for shard in sorted({tensor.shard for tensor in self.tensors.values()}):
+      descriptor = self._files.get(self.directory / shard)
+      size = os.fstat(descriptor).st_size
+      for i in range(SAMPLES):
+        digest.update(os.pread(descriptor, SAMPLE_BYTES, (2 * i + 1) * size // (2 * SAMPLES)))
+    return digest.hexdigest()
 
   def close(self) -> None:
     """Closes the shards that were read."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -57,22 +58,22 @@ def check_output(out: Path, source: Source, plan: Plan, *, overwrite: bool) -> b
     return False
   if not (out / RECORD).is_file():
     raise InputError(f"{out}: holds files but no {RECORD}: not a conversion, never overwritten; choose another OUT")
-  difference = _difference(out, plan)
+  difference = _difference(out, source, plan)
   if difference and not overwrite:
     raise InputError(f"{out}: holds {difference}; give --overwrite to replace it or choose another OUT")
   return not difference
 
 
-def _difference(out: Path, plan: Plan) -> str:
+def _difference(out: Path, source: Source, plan: Plan) -> str:
   """What sets an existing conversion apart from the plan; empty when nothing does."""
   try:
     record = json.loads((out / RECORD).read_bytes())
-    found = (record["schema"], record["source"]["fingerprint"], record["options"])
+    found = (record["schema"], (record["source"]["fingerprint"], record["source"]["sample"]), record["options"])
   except (ValueError, KeyError, TypeError, OSError):
     return f"a conversion whose {RECORD} cannot be read"
   if found[0] != SCHEMA:
     return f"a conversion of schema {found[0]}, this version writes {SCHEMA}"
-  if found[1] != plan.fingerprint:
+  if found[1] != (plan.fingerprint, source.sample()):
     return "a conversion of another source"
   if found[2] != plan.options:
     return f"a conversion with other options ({_spelled(found[2])}; asked for {_spelled(plan.options)})"
@@ -88,7 +89,8 @@ def _spelled(options: Any) -> str:
 def convert(out: Path, source: Source, plan: Plan, *, workers: int, command: str) -> None:
   """Carries out the plan and puts the result at `out`, replacing what is there.
 
-  Call `check_output` before. An error or Ctrl-C leaves `out` as it was and nothing beside it.
+  Call `check_output` before. An error or Ctrl-C leaves `out` as it was and nothing beside it; so does an `out` that
+  another conversion is making or has made meanwhile.
 
   Args:
     out: Where to.
@@ -98,6 +100,7 @@ def convert(out: Path, source: Source, plan: Plan, *, workers: int, command: str
     command: The command line, for the header of decode.yml.
   """
   decode = _decode_yml(source, plan, command)  # First: it costs nothing and may fail.
+  out = out.resolve()  # TensorStore takes no path with `..` in it.
   with _appearing(out, plan) as temporary:
     _write_arrays(temporary, source, plan, workers)
     for name in COPIED_FILES:
@@ -114,32 +117,58 @@ def _appearing(out: Path, plan: Plan) -> Iterator[Path]:
   Its name holds the source's fingerprint: a later version may find it again and resume.
   """
   temporary = out.parent / f"{out.name}.partial-{plan.fingerprint[:12]}"
-  _make_empty(temporary, plan.nbytes)
+  replaced = _inode(out)
   try:
-    yield temporary
-    _swap(temporary, out)
-  except BaseException:  # Ctrl-C too
-    shutil.rmtree(temporary, ignore_errors=True)
-    raise
+    temporary.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(temporary, os.O_RDONLY)
+  except OSError as error:
+    raise InputError(f"{temporary}: cannot be created ({error.strerror}), choose another OUT") from error
+  try:
+    _lock(descriptor, temporary)
+    try:
+      _make_empty(temporary, plan.nbytes)
+      yield temporary
+      _swap(temporary, out, replaced)
+    except BaseException:  # Ctrl-C too
+      shutil.rmtree(temporary, ignore_errors=True)
+      raise
+  finally:
+    os.close(descriptor)
+
+
+def _inode(path: Path) -> int | None:
+  return path.stat().st_ino if path.exists() else None
+
+
+def _lock(descriptor: int, directory: Path) -> None:
+  """Makes the open `directory` ours, until it is closed or we are killed. Two writers would ruin each other's files."""
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError as error:
+    raise InputError(f"{directory}: another conversion is writing there, wait for it or choose another OUT") from error
+  except OSError:
+    pass  # A file system without locks: nothing can be told.
+  if _inode(directory) != os.fstat(descriptor).st_ino:  # It was renamed between opening and locking.
+    raise InputError(f"{directory}: another conversion was writing there and has just ended, start again")
 
 
 def _make_empty(directory: Path, nbytes: int) -> None:
-  """Creates an empty directory on a disk with room for `nbytes`."""
+  """Removes what a killed conversion left, and checks that the disk has room for `nbytes`."""
   try:
-    if directory.exists():  # of a conversion that was killed
-      shutil.rmtree(directory)
-    directory.mkdir(parents=True)
+    for path in directory.iterdir():
+      shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     free = shutil.disk_usage(directory).free
   except OSError as error:
-    raise InputError(f"{directory}: cannot be created ({error.strerror}), choose another OUT") from error
+    raise InputError(f"{directory}: cannot be emptied ({error.strerror}), choose another OUT") from error
   if free < nbytes:
-    directory.rmdir()
     raise InputError(f"{directory.parent}: {free:,} bytes free, the conversion takes {nbytes:,}; choose another OUT")
 
 
-def _swap(temporary: Path, out: Path) -> None:
-  """Renames `temporary` to `out`; what was there goes away only after that."""
-  if not out.exists():
+def _swap(temporary: Path, out: Path, replaced: int | None) -> None:
+  """Renames `temporary` to `out`; what was there, the directory with inode `replaced`, goes away only after that."""
+  if _inode(out) != replaced:
+    raise InputError(f"{out}: changed while the conversion ran, nothing written; start again or choose another OUT")
+  if replaced is None:
     temporary.rename(out)
     return
   old = out.parent / f"{temporary.name}.replaced"
@@ -168,7 +197,11 @@ def _record(source: Source, plan: Plan) -> dict[str, Any]:
   """conversion.json: enough to recognise the conversion and to undo it."""
   return {
     "schema": SCHEMA,
-    "source": {"directory": str(source.directory.resolve()), "fingerprint": plan.fingerprint},
+    "source": {
+      "directory": str(source.directory.resolve()),
+      "fingerprint": plan.fingerprint,
+      "sample": source.sample(),
+    },
     "options": plan.options,
     "stored": dataclasses.asdict(plan.form) | {"float32_leaves": plan.config.float32_leaves},
     "packed_modules": plan.config.packed_modules,

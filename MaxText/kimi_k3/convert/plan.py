@@ -85,6 +85,7 @@ def make_plan(source: Source, options: Options) -> Plan:
   if options.experts == "mxfp4" and "experts" not in packed:
     raise InputError("--experts mxfp4: the source's experts are bfloat16 and packing is not supported; use as-stored")
   config = dataclasses.replace(stored, packed_modules=tuple(m for m in packed if not (decode and m == "experts")))
+  _check_expert_count(source, config)
   scan = options.scan if options.scan is not None else _folds(config)
   form = mapping.StoredForm(
     prefix=storage.text_prefix(source), packed_modules=packed, a_log_shape=_a_log_shape(source, config)
@@ -153,6 +154,16 @@ def _check_choices(options: Options) -> None:
       raise InputError(f"--{flag} {value}: unknown, expected one of {', '.join(choices)}")
     if value == "fp8-block":
       raise InputError(f"--{flag} fp8-block: not yet supported; use --{flag} as-stored")
+
+
+def _check_expert_count(source: Source, config: KimiK3Config) -> None:
+  """Before a table of all experts is made, which a wrong number could make larger than memory."""
+  expected = config.num_experts * sum(config.moe_layers)
+  if expected > len(source.tensors):
+    raise InputError(
+      f"config.json: num_experts is {config.num_experts} in {sum(config.moe_layers)} layers, the checkpoint holds only "
+      f"{len(source.tensors)} tensors: do config.json and the shards belong together?"
+    )
 
 
 def _folds(config: KimiK3Config) -> bool:

@@ -142,6 +142,9 @@ def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _declaration_faults(declared: Mapping[str, Any]) -> Iterator[str]:
   if declared.get("format") != QUANTIZATION_FORMAT:
     yield f"format is {declared.get('format')!r}, expected {QUANTIZATION_FORMAT!r}"
+  ignore = declared.get("ignore") or []
+  if not isinstance(ignore, list) or not all(isinstance(pattern, str) for pattern in ignore):
+    yield f"ignore is {str(ignore)[:80]}, expected a list of names and of patterns"
   groups = declared.get("config_groups")
   if not isinstance(groups, Mapping) or not groups:
     yield "config_groups is missing, expected the group of the packed weights"
@@ -160,9 +163,9 @@ def _declaration_faults(declared: Mapping[str, Any]) -> Iterator[str]:
         yield f"config_groups.{name}.weights.{field} is {weights.get(field)!r}, expected {expected!r}"
 
 
-def _ignored(patterns: Iterable[Any], stems: Iterable[str], prefix: str) -> Iterator[str]:
+def _ignored(patterns: Iterable[str], stems: Iterable[str], prefix: str) -> Iterator[str]:
   """Packed matrices that the ignore list exempts. An entry is a name, or a regex after `re:`."""
-  patterns = [str(pattern) for pattern in patterns]
+  patterns = list(patterns)
   exact = {pattern for pattern in patterns if not pattern.startswith("re:")}
   regexes = [(pattern, _compiled(pattern)) for pattern in patterns if pattern.startswith("re:")]
   for stem in stems:

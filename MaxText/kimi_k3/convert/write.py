@@ -8,6 +8,7 @@ holds one stored tensor and at most RUN_BYTES of slices (one slice if that is mo
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import math
 import threading
@@ -24,10 +25,12 @@ from kimi_k3.convert import transforms
 from kimi_k3.convert.index import Source
 from kimi_k3.convert.mapping import Leaf, Piece
 from kimi_k3.convert.plan import leaf_bytes
+from kimi_k3.errors import InputError
 
 CHUNK_BYTES = 256 * 1024 * 1024  # 256 MiB: a loader reads whole chunks, a device rarely wants more of one array.
 RUN_BYTES = 128 * 1024 * 1024  # 128 MiB: what one OCDBT commit writes; many small experts or leaves go into one.
 NODE_BYTES = 512 * 1024  # 512 KiB: of OCDBT's index; a commit rewrites a node, and there are half a million keys.
+_REASON_LENGTH = 160  # characters of TensorStore's message, which names the file at every level and the reason last
 
 KEY_PREFIX = ("params", "params")  # The item, and inside it Flax's collection: where MaxText looks for weights.
 _DICT_KEY = 2  # Orbax's key_type for a step into a dict.
@@ -44,12 +47,15 @@ def write_checkpoint(
   """Writes `directory`/items and the metadata beside it.
 
   Args:
-    directory: The step directory; must exist and be empty.
+    directory: The step directory; must exist and be empty. TensorStore refuses a path with `..` in it.
     source: Where to read from.
     leaves: What to write.
     scan: Recorded for whoever reads the checkpoint.
     workers: Groups of leaves written at a time.
     progress: Called with a number of bytes, from any worker, when they are written.
+
+  Raises:
+    InputError: for a stored value that cannot be represented, and when the disk takes no more.
   """
   items = directory / "items"
   items.mkdir()
@@ -107,7 +113,19 @@ def write_group(items: Path, group: Sequence[Leaf], source: Source, context: ts.
   for leaf in group:
     yield from write_leaf(_create(items, leaf, context, transaction), leaf, source)
   if transaction is not None:
-    transaction.commit_sync()
+    with _storing():
+      transaction.commit_sync()
+
+
+@contextlib.contextmanager
+def _storing() -> Iterator[None]:
+  """Around every call that stores something: TensorStore knows one kind of error, a full disk is another's fault."""
+  try:
+    yield
+  except (ValueError, OSError) as error:
+    # It names the same file at every level, and the reason at the end.
+    reason = " ".join(str(error).split())[-_REASON_LENGTH:]
+    raise InputError(f"the checkpoint cannot be written, is the disk full? ...{reason}") from error
 
 
 def write_leaf(array: ts.TensorStore, leaf: Leaf, source: Source) -> Iterator[int]:
@@ -164,7 +182,8 @@ def _write_run(array: ts.TensorStore, leaf: Leaf, run: list[Piece], source: Sour
   first = run[0].index
   target = array[(*first[:-1], slice(first[-1], first[-1] + len(run)))] if first else array
   # The buffer is never written to again, so TensorStore need not copy it.
-  target.write(buffer if first else buffer[0], can_reference_source_data_indefinitely=True).result()
+  with _storing():
+    target.write(buffer if first else buffer[0], can_reference_source_data_indefinitely=True).result()
   return buffer.nbytes
 
 
@@ -173,7 +192,8 @@ def _write_rows(array: ts.TensorStore, leaf: Leaf, piece: Piece, source: Source,
   whole, target = _slice(leaf, piece, source), array[piece.index] if piece.index else array
   for start in range(0, whole.shape[0], rows):
     part = np.ascontiguousarray(whole[start : start + rows])
-    target[start : start + len(part)].write(part, can_reference_source_data_indefinitely=True).result()
+    with _storing():
+      target[start : start + len(part)].write(part, can_reference_source_data_indefinitely=True).result()
     yield part.nbytes
 
 
@@ -187,10 +207,12 @@ def _create(items: Path, leaf: Leaf, context: ts.Context, transaction: ts.Transa
     "shape": list(leaf.shape),
     "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": _chunk_shape(leaf)}},
     "data_type": leaf.dtype,
+    "codecs": [{"name": "bytes"}, {"name": "crc32c"}],  # A damaged chunk must not become a wrong answer.
   }
   # An all-zero chunk is not stored by default, and MaxText's trainer refuses to load an array with a missing chunk.
   spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata, "store_data_equal_to_fill_value": True}
-  return ts.open(spec, create=True, context=context, transaction=transaction).result()
+  with _storing():
+    return ts.open(spec, create=True, context=context, transaction=transaction).result()
 
 
 def _tree_metadata(leaves: Sequence[Leaf]) -> dict[str, Any]:
@@ -216,4 +238,5 @@ def _checkpoint_metadata(scan: bool) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-  path.write_text(json.dumps(value))
+  with _storing():
+    path.write_text(json.dumps(value))

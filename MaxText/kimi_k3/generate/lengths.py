@@ -7,6 +7,7 @@ from typing import Any
 
 from kimi_k3.errors import InputError
 
+_LARGEST_INDEX = 2**31 - 1
 _SMALLEST_BUCKET = 256  # tokens: shorter prompts share one program, which costs less than compiling more
 
 
@@ -48,6 +49,8 @@ def cache_lengths(rows: Sequence[Sequence[int]], max_new_tokens: int, explicit: 
       f"{max_new_tokens} new tokens do not fit: max_target_length {target} - max_prefill_predict_length {prefill} "
       f"leaves {target - prefill}; raise the one or lower the other"
     )
+  if target > _LARGEST_INDEX:
+    raise InputError(f"a cache of {target} tokens cannot be made: ask for fewer new tokens or a shorter cache")
   return {"max_prefill_predict_length": prefill, "max_target_length": target}
 
 

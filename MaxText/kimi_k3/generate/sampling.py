@@ -14,6 +14,7 @@ from kimi_k3.errors import InputError
 
 GREEDY = "greedy"
 WEIGHTED = "weighted"
+_NUM_SEEDS = 2**32  # JAX drops the bits above: two seeds would give the same draws
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Sampler:
   def __post_init__(self) -> None:
     if self.strategy not in (GREEDY, WEIGHTED):
       raise InputError(f"decode_sampling_strategy is {self.strategy!r}, expected {GREEDY!r} or {WEIGHTED!r}")
+    if not 0 <= self.seed < _NUM_SEEDS:
+      raise InputError(f"decode_sampling_seed is {self.seed}, expected 0 to {_NUM_SEEDS - 1}")
     if self.strategy == WEIGHTED and not self.temperature > 0:
       raise InputError(f"decode_sampling_temperature is {self.temperature}, expected a positive number")
 

@@ -85,8 +85,9 @@ def load_params(path: str, abstract: nnx.State) -> nnx.State:
       item={"params": {"params": target}},
       restore_args={"params": {"params": restore_args}},
     )
-  except (ValueError, OSError, KeyError) as error:
-    raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:300]}") from error
+  except Exception as error:  # Orbax raises nothing narrower; what TensorStore said is the cause
+    reason = " ".join(str(error.__cause__ or error).split())[:300]
+    raise InputError(f"{path}: cannot be read: {reason}; convert again") from error
   nnx.replace_by_pure_dict(abstract, restored["params"]["params"])
   return abstract
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -30,12 +31,13 @@ class Engine:
     from kimi_k3.maxtext_adapter.max_engine import KimiMaxEngine
 
     self.config = config
+    _make_mesh(config)  # MaxEngine makes the same one, and fails without a word for the user
+    if config.per_device_batch_size * jax.device_count() < 1:
+      raise InputError(
+        f"per_device_batch_size is {config.per_device_batch_size}: no row fits; expected 1 or more over all devices"
+      )
     with quiet():
       self._engine = KimiMaxEngine(config)
-      if self.num_slots < 1:
-        raise InputError(
-          f"per_device_batch_size is {config.per_device_batch_size}: no row fits; expected 1 or more over all devices"
-        )
       self._params = self._engine.load_params(rng=jax.random.PRNGKey(0))
       self._state = self._engine.init_decode_state()
 
@@ -116,12 +118,26 @@ def make_forward(config: Any) -> Forward:
 
 def abstract_model(config: Any, model_mode: str) -> tuple[jax.sharding.Mesh, nnx.Module]:
   """Returns the mesh, and the model with shapes and shardings in place of arrays: costs nothing at any size."""
-  from maxtext.utils import maxtext_utils, model_creation_utils
+  from maxtext.utils import model_creation_utils
 
-  mesh = maxtext_utils.get_mesh_from_config(config)
+  mesh = _make_mesh(config)
   with quiet():
     _, abstract = model_creation_utils.create_nnx_abstract_model(config, mesh, model_mode=model_mode)
   return mesh, abstract
+
+
+def _make_mesh(config: Any) -> jax.sharding.Mesh:
+  """Returns the mesh. Raises InputError if the devices cannot be shared out so: MaxText asserts it."""
+  from maxtext.utils import maxtext_utils
+
+  try:
+    with quiet():
+      return maxtext_utils.get_mesh_from_config(config)
+  except (AssertionError, ValueError) as error:
+    raise InputError(
+      f"no mesh of {jax.device_count()} device(s) can be made: {error}; the ici and dcn parallelism settings must "
+      "multiply to the number of devices, and one of them may be -1: what is left"
+    ) from error
 
 
 def concrete_rest(rest: nnx.State) -> nnx.State:
@@ -137,6 +153,7 @@ def concrete_rest(rest: nnx.State) -> nnx.State:
 
 def checkpoint_path(config: Any) -> str:
   """Returns the checkpoint's path. Raises InputError if there is none: random weights are never decoded."""
-  if not config.load_parameters_path:
+  path = str(config.load_parameters_path)
+  if not path:
     raise InputError("load_parameters_path is empty: give the OUT/0/items of a converted checkpoint")
-  return str(config.load_parameters_path)
+  return path if "://" in path else str(pathlib.Path(path).absolute())  # Orbax takes no relative path

@@ -167,8 +167,8 @@ def _extra_settings(pyconfig: Any, argv: list[str] | None, kwargs: dict[str, Any
   extra = ({} if found_by_maxtext else model) | said_otherwise
   extra = {key: value for key, value in extra.items() if key not in given}
   checkpoint = own.get("load_parameters_path")
-  if checkpoint and "load_parameters_path" not in given and "://" not in checkpoint:
-    extra["load_parameters_path"] = str(pathlib.Path(path).resolve().parent / checkpoint)
+  if checkpoint and "load_parameters_path" not in given:
+    extra["load_parameters_path"] = checkpoint
   return extra
 
 
@@ -195,15 +195,28 @@ def _as_dict(settings: Any) -> dict[str, Any]:
   return {str(key): value for key, value in plain.items()}
 
 
-def own_settings(path: pathlib.Path) -> dict[str, Any]:
-  """What a config file and its bases say, without MaxText's own files, whose defaults are another model's."""
+def own_settings(path: pathlib.Path, above: tuple[pathlib.Path, ...] = ()) -> dict[str, Any]:
+  """What a config file and its bases say, without MaxText's own files, whose defaults are another model's.
+
+  A checkpoint's path is relative to the file that names it. `above` are the files whose base `path` is; ValueError is
+  raised if it is among them.
+  """
   from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
 
   if pathlib.Path(MAXTEXT_CONFIGS_DIR).resolve() in path.resolve().parents or not path.is_file():
     return {}
   settings = load_yaml(path)
   base = settings.pop("base_config", None)
-  return settings if base is None else own_settings(path.parent / base) | settings
+  checkpoint = settings.get("load_parameters_path")
+  if isinstance(checkpoint, str) and checkpoint and "://" not in checkpoint:
+    settings["load_parameters_path"] = str(path.resolve().parent / checkpoint)
+  if base is None:
+    return settings
+  if not isinstance(base, str):
+    raise ValueError(f"base_config is {base!r}, expected a file")
+  if path.resolve() in above:
+    raise ValueError(f"base_config leads back to {path}")
+  return own_settings(path.parent / base, (*above, path.resolve())) | settings
 
 
 def _model_settings(path: pathlib.Path, name: str) -> tuple[dict[str, Any], bool]:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 import time
 import types
+from pathlib import Path
 
 import pytest
 import yaml
@@ -177,3 +180,53 @@ def test_the_source_is_only_read(k3_copy, tmp_path):
   source = index.open_source(k3_copy)
   convert(tmp_path / "out", source, planned(source))
   assert snapshot(k3_copy) == before
+
+
+@pytest.mark.parametrize("spelled", ["../out", "a/../../out", "./../work/../out"])
+def test_out_may_be_spelled_with_dots(source, tmp_path, monkeypatch, spelled):
+  (tmp_path / "work" / "a").mkdir(parents=True)
+  monkeypatch.chdir(tmp_path / "work")
+  convert(Path(spelled), source, planned(source))
+  assert (tmp_path / "out" / "0" / "items" / "_METADATA").is_file()
+  assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "work"]
+
+
+def test_two_conversions_do_not_write_to_one_place(source, tmp_path):
+  theirs = tmp_path / f"out.partial-{plan.fingerprint(source)[:12]}"
+  (theirs / "0" / "items").mkdir(parents=True)
+  descriptor = os.open(theirs, os.O_RDONLY)
+  fcntl.flock(descriptor, fcntl.LOCK_EX)  # as the other process holds it
+  before = snapshot(tmp_path)
+  with pytest.raises(InputError, match="another conversion is writing there"):
+    convert(tmp_path / "out", source, planned(source))
+  assert snapshot(tmp_path) == before
+  os.close(descriptor)  # as when it is killed
+  convert(tmp_path / "out", source, planned(source))
+  assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_what_appears_meanwhile_is_not_replaced(converted, source, tmp_path, monkeypatch, existed):
+  out = tmp_path / "out"
+  if existed:
+    out.mkdir()
+
+  def finish_another(*_, **__):
+    shutil.move(out, tmp_path / "moved") if existed else None
+    shutil.copytree(converted, out)
+
+  monkeypatch.setattr(write, "write_checkpoint", finish_another)
+  with pytest.raises(InputError, match="changed while the conversion ran, nothing written"):
+    convert(out, source, planned(source, scan=False))
+  assert json.loads((out / "conversion.json").read_text())["options"]["scan"]
+  assert not list(tmp_path.glob("*partial*"))
+
+
+def test_another_training_of_the_same_shapes_is_another_source(tiny_checkpoint, tmp_path):
+  few = ("--layers", "5", "--set", "num_experts=4", "--set", "num_experts_per_token=2")
+  first, second = (index.open_source(tiny_checkpoint(*few, "--seed", seed)) for seed in ("1", "2"))
+  assert plan.fingerprint(first) == plan.fingerprint(second)  # every header is the same
+  convert(tmp_path / "out", first, planned(first))
+  assert output.check_output(tmp_path / "out", first, planned(first), overwrite=False)
+  with pytest.raises(InputError, match="holds a conversion of another source"):
+    output.check_output(tmp_path / "out", second, planned(second), overwrite=False)

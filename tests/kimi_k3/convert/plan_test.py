@@ -115,3 +115,10 @@ def test_the_fingerprint_follows_the_config_and_every_header(k3_source, edited, 
   moved = headers([(name, "BF16", k3_source.tensors[name].shape)])
   others = [edited(k3_source, moved), edited(k3_source, {name: None}), edited(k3_source, config={"a": 1})]
   assert len({plan.fingerprint(source) for source in (k3_source, *others)}) == 4
+
+
+def test_a_wrong_number_of_experts_is_refused_before_a_table_of_them_is_made(k3_source, edited):
+  config = copy.deepcopy(k3_source.config)
+  config["text_config"]["num_experts"] = 2**31 - 1
+  with pytest.raises(InputError, match=r"num_experts is 2147483647 in 12 layers, .* holds only 1504 tensors"):
+    plan.make_plan(edited(k3_source, config=config), Options())

@@ -100,6 +100,13 @@ def test_regexes_of_the_ignore_list_match_from_the_start_of_the_name(k3_source, 
   assert storage.storage(edited(k3_source, config=config))[0] == ("experts",)
 
 
+@pytest.mark.parametrize("ignore", [1, True, "re:.*", {"a": 1}, [1], [None]])
+def test_an_ignore_list_that_holds_other_things_is_refused(k3_source, edited, ignore):
+  config = with_quantization(k3_source, lambda q: q.update(ignore=ignore))
+  with pytest.raises(InputError, match=r"quantization_config.ignore is .*, expected a list of names"):
+    storage.storage(edited(k3_source, config=config))
+
+
 def test_an_ignore_entry_that_is_no_regex_is_refused(k3_source, edited):
   config = with_quantization(k3_source, lambda q: q["ignore"].append("re:((("))
   with pytest.raises(InputError, match=r"'re:\(\(\(' is no regular expression"):

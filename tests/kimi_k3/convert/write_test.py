@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import threading
 
 import ml_dtypes
@@ -185,3 +186,32 @@ def test_the_first_error_stops_all_workers_and_is_the_one_raised(k3_source, tmp_
   with pytest.raises(InputError, match="the twentieth read fails"):
     written(source, tmp_path / "0")
   assert len(reads) < len(k3_source.tensors) / 2
+
+
+def test_a_disk_that_takes_no_more_is_told_in_one_line(k3_source, tmp_path):
+  class Ruining(index.Source):
+    def read(self, name):
+      shutil.rmtree(tmp_path / "0" / "items" / "d", ignore_errors=True)
+      shutil.rmtree(tmp_path / "0" / "items", ignore_errors=True)
+      (tmp_path / "0" / "items").touch()  # nothing can be created below a file
+      return super().read(name)
+
+  source = Ruining(k3_source.directory, k3_source.config, k3_source.config_bytes, k3_source.tensors)
+  with pytest.raises(InputError, match=r"the checkpoint cannot be written, is the disk full\? \.\.\.") as error:
+    written(source, tmp_path / "0", workers=1)
+  assert "\n" not in str(error.value)
+  assert len(str(error.value)) < 300
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's readers, left behind
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "experts.2.w2.weight_packed"])
+def test_a_damaged_byte_is_found_on_reading(k3_source, tmp_path, name):
+  written(k3_source, tmp_path / "0")
+  stored = next(n for n in k3_source.tensors if n.endswith(name))
+  part = k3_source.read(stored).tobytes()[:64]
+  (file,) = (f for f in (tmp_path / "0" / "items" / "d").iterdir() if part in f.read_bytes())
+  data = bytearray(file.read_bytes())
+  data[data.index(part)] ^= 1
+  file.write_bytes(data)
+  with pytest.raises(ValueError, match="Digest mismatch"):
+    loaded(tmp_path / "0")

@@ -64,6 +64,12 @@ def test_a_row_that_does_not_fit_is_named(given, said):
     cache_lengths(rows(3, 30, 7, 30), 8, given)
 
 
+@pytest.mark.parametrize("count", [2**31, 10**30])
+def test_a_cache_longer_than_an_index_counts_is_refused(count):
+  with pytest.raises(InputError, match=r"a cache of \d+ tokens cannot be made"):
+    cache_lengths(rows(3), count, {})
+
+
 @pytest.mark.parametrize("key", ["max_prefill_predict_length", "max_target_length"])
 @pytest.mark.parametrize("wrong", [0, -1, True, "64", 64.0, [64]])
 def test_a_length_is_a_positive_whole_number(key, wrong):

@@ -90,3 +90,9 @@ def test_a_draw_at_no_temperature_is_refused(temperature):
 def test_a_strategy_that_does_not_exist_is_refused(strategy):
   with pytest.raises(InputError, match=f"decode_sampling_strategy is {strategy!r}, expected 'greedy' or 'weighted'"):
     Sampler(strategy, 1.0, 0)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 10**30])
+def test_a_seed_that_would_be_another_one_is_refused(seed):
+  with pytest.raises(InputError, match=f"decode_sampling_seed is {seed}, expected 0 to 4294967295"):
+    weighted(seed=seed)

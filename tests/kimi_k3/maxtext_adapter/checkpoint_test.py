@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,22 @@ def test_data_that_cannot_be_read_is_told(tmp_path, damage):
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
   with pytest.raises(InputError, match=r"items: cannot be read|not a checkpoint of parameters") as error:
     load_params(str(items), abstract())
+  assert "\n" not in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's readers, left behind
+def test_a_damaged_byte_of_a_converted_checkpoint_is_told_in_one_line(tiny_checkpoint, convert, tmp_path):
+  from kimi_k3.maxtext_adapter.engine import make_forward
+  from kimi_k3.maxtext_adapter.settings import read_config
+
+  made = convert(tiny_checkpoint("--layers", "5", "--set", "num_experts=4", "--set", "num_experts_per_token=2"))
+  out = shutil.copytree(made, tmp_path / "out")
+  largest = max((out / "0" / "items" / "d").iterdir(), key=lambda path: path.stat().st_size)
+  data = bytearray(largest.read_bytes())
+  data[len(data) // 2] ^= 1
+  largest.write_bytes(data)
+  with pytest.raises(InputError, match=r"items: cannot be read: DATA_LOSS.*Digest mismatch.*convert again") as error:
+    make_forward(read_config(str(out / "decode.yml"), []))
   assert "\n" not in str(error.value)
 
 

@@ -156,3 +156,26 @@ def test_quiet_passes_errors_on():
   with pytest.raises(ZeroDivisionError), quiet():
     1 / 0  # noqa: B018
   assert logging.root.manager.disable < logging.WARNING
+
+
+def test_a_base_that_leads_back_is_told(tmp_path):
+  for name, base in (("a", "b"), ("b", "a")):
+    (tmp_path / f"{name}.yml").write_text(f"base_config: {base}.yml\n")
+  assert "base_config leads back to" in refusal(tmp_path / "a.yml")
+
+
+def test_a_base_or_a_checkpoint_that_is_no_path_is_told_by_its_key(written):
+  assert "base_config is 5, expected a file" in refusal(written("base_config: 5\n"))
+  assert "load_parameters_path: Input should be a valid string" in refusal(
+    written(Path(DECODE).read_text() + "load_parameters_path: 5\n"), TINY
+  )
+
+
+def test_a_checkpoints_path_is_relative_to_the_file_that_names_it(tmp_path):
+  (tmp_path / "out").mkdir()
+  (tmp_path / "out" / "decode.yml").write_text(f"{Path(DECODE).read_text()}\nload_parameters_path: 0/items\n")
+  (tmp_path / "mine").mkdir()
+  mine = tmp_path / "mine" / "mine.yml"
+  mine.write_text("base_config: ../out/decode.yml\n")
+  for path in (mine, tmp_path / "out" / "decode.yml"):
+    assert read_config(str(path), [TINY]).load_parameters_path == str(tmp_path / "out" / "0" / "items")
