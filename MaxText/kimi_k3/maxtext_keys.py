@@ -71,6 +71,29 @@ def to_maxtext(config: KimiK3Config, *, scan_layers: bool, dtype: str) -> dict[s
   return keys | {"scan_layers": scan_layers, "param_scan_axis": 0, "dtype": dtype, "weight_dtype": dtype}
 
 
+def type_faults(keys: Mapping[str, Any]) -> list[str]:
+  """Returns what is wrong with settings as a user wrote them, before MaxText's lax types take true for 1.
+
+  A null where a value is needed is named too: MaxText would take it for a field that was never set.
+  """
+  faults = []
+  for field in dataclasses.fields(KimiK3Config):
+    name, key = UPSTREAM_NAMES.get(field.name, field.name), field.metadata.get("key")
+    if key is None or name not in keys:
+      continue
+    value, wants_bool = keys[name], key.types == (bool,)
+    if value is None:
+      if not key.nullable:
+        faults.append(f"{name} is null, expected {_expected(key.types)}")
+    elif isinstance(value, bool) != wants_bool:
+      faults.append(f"{name} is {value!r}, expected {_expected(key.types)}")
+  return faults
+
+
+def _expected(types: tuple[type, ...]) -> str:
+  return " or ".join(t.__name__ for t in types)
+
+
 def from_maxtext(keys: Mapping[str, Any]) -> KimiK3Config:
   """Returns the architecture that MaxText settings describe.
 

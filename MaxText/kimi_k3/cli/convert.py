@@ -74,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
   started = time.monotonic()
   with index.open_source(args.src) as source:
     planned = plan.make_plan(source, plan.Options(scan=args.scan, experts=args.experts, dense=args.dense))
+    done = output.check_output(args.out, source, planned, overwrite=args.overwrite)
     scan = "--scan" if planned.scan else "--no-scan"
     _say(f"{args.src}: {len(source.tensors):,} tensors, {planned.num_parameters:,} weights; {scan}")
-    done = output.check_output(args.out, source, planned, overwrite=args.overwrite)
     if done:
       _say(f"{args.out}: already holds this conversion, nothing written")
     if args.dry_run:

@@ -66,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] in _REFUSED_VERBS:
       raise InputError(f"{argv[0]}: {_REFUSED_VERBS[argv[0]]}")
     args = _parse(build_parser(), argv)
-    return args.run(args)
+    code = args.run(args)
+    sys.stdout.flush()  # here, where a full disk behind it is still told
+    return code
   except InputError as error:
     print(f"kimi-k3: error: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
@@ -76,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   except BrokenPipeError:  # the reader of our output has gone
     sys.stderr.close()
     return 141
+  except OSError as error:  # a full disk behind stdout, a file gone while it was read
+    print(f"kimi-k3: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 1
 
 
 def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:

@@ -34,7 +34,18 @@ _PACKABLE = re.compile(
   r"model\.layers\.\d+\.block_sparse_moe\.(?:(?P<experts>experts\.\d+\.w[123])"
   r"|(?P<latent>routed_expert_(?:down|up)_proj)|(?P<shared_experts>shared_experts\.(?:gate|up|down)_proj))"
 )
+# What the stored codes and scales mean. Each field must be there with this value.
 _QUANTIZED_WEIGHTS = {"group_size": MXFP4_GROUP, "num_bits": 4, "type": "float", "symmetric": True}
+# What would change their meaning if it were set to anything else; older files leave some of it out.
+_QUANTIZED_WEIGHTS_IF_SET = {
+  "actorder": (None,),
+  "block_structure": (None,),
+  "dynamic": (False,),
+  "scale_dtype": (None, "torch.uint8"),
+  "strategy": ("group",),
+  "zp_dtype": (None,),
+}
+_DECLARATION_IF_SET = {"kv_cache_scheme": (None,), "quant_method": ("compressed-tensors",)}
 
 
 def text_prefix(source: Source) -> str:
@@ -142,6 +153,7 @@ def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _declaration_faults(declared: Mapping[str, Any]) -> Iterator[str]:
   if declared.get("format") != QUANTIZATION_FORMAT:
     yield f"format is {declared.get('format')!r}, expected {QUANTIZATION_FORMAT!r}"
+  yield from _if_set(declared, _DECLARATION_IF_SET, "")
   ignore = declared.get("ignore") or []
   if not isinstance(ignore, list) or not all(isinstance(pattern, str) for pattern in ignore):
     yield f"ignore is {str(ignore)[:80]}, expected a list of names and of patterns"
@@ -161,6 +173,13 @@ def _declaration_faults(declared: Mapping[str, Any]) -> Iterator[str]:
     for field, expected in _QUANTIZED_WEIGHTS.items():
       if weights.get(field) != expected:
         yield f"config_groups.{name}.weights.{field} is {weights.get(field)!r}, expected {expected!r}"
+    yield from _if_set(weights, _QUANTIZED_WEIGHTS_IF_SET, f"config_groups.{name}.weights.")
+
+
+def _if_set(values: Mapping[str, Any], choices: Mapping[str, tuple], where: str) -> Iterator[str]:
+  for field, allowed in choices.items():
+    if field in values and not any(values[field] is a or values[field] == a for a in allowed):
+      yield f"{where}{field} is {str(values[field])[:80]}, expected {' or '.join(str(a) for a in allowed)}"
 
 
 def _ignored(patterns: Iterable[str], stems: Iterable[str], prefix: str) -> Iterator[str]:

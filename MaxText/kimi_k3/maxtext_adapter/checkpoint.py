@@ -40,6 +40,7 @@ def stored_leaves(path: str) -> dict[str, jax.ShapeDtypeStruct]:
     raise InputError(
       f"load_parameters_path is {path!r}: no Orbax checkpoint there (no {_METADATA_FILE}); expected OUT/0/items"
     )
+  _check_key_value_store(path)
   try:
     metadata = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True).metadata(epath.Path(path))
     tree = metadata.tree if hasattr(metadata, "tree") else metadata
@@ -49,6 +50,21 @@ def stored_leaves(path: str) -> dict[str, jax.ShapeDtypeStruct]:
       f"load_parameters_path is {path!r}: not a checkpoint of parameters: {' '.join(str(error).split())}"
     ) from error
   return {name: jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype)) for name, leaf in _flatten(params)}
+
+
+def _check_key_value_store(path: str) -> None:
+  """Lists the keys of a local checkpoint once: Orbax reads them in parallel and complains in many voices."""
+  if "://" in path:
+    return
+  import tensorstore as ts
+
+  spec = {"driver": "ocdbt", "base": f"file://{pathlib.Path(path).resolve()}/"}
+  try:
+    keys = ts.KvStore.open(spec).result().list().result()
+  except (ValueError, OSError) as error:
+    raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:300]}; convert again") from error
+  if not keys:
+    raise InputError(f"{path}: holds no arrays; convert again")
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = ""):

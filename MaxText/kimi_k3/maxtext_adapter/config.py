@@ -10,7 +10,7 @@ from maxtext.configs import types
 
 from kimi_k3.config import ComputeConfig, KimiK3Config
 from kimi_k3.errors import InputError
-from kimi_k3.maxtext_keys import DECODER_BLOCK, from_maxtext
+from kimi_k3.maxtext_keys import DECODER_BLOCK, from_maxtext, type_faults
 from kimi_k3.sharding import check_rules
 
 ModelNames = Literal["kimi-k3", "kimi-linear-48b-a3b", "kimi-k3-tiny"]
@@ -70,9 +70,11 @@ class KimiMaxTextConfig(types.MaxTextConfig):
 
   @pydantic.model_validator(mode="before")
   @classmethod
-  def refuse_parallelism(cls, data: Any) -> Any:
-    """Names the axes this model cannot be cut along, before MaxText computes with them."""
+  def check_as_written(cls, data: Any) -> Any:
+    """Names values of a wrong type, and axes this model cannot be cut along, before MaxText computes with them."""
     if isinstance(data, dict) and data.get("decoder_block") == DECODER_BLOCK:
+      if faults := type_faults(data):
+        raise ValueError("; ".join(faults))
       given = [f"{kind}_{axis}_parallelism" for kind in ("ici", "dcn") for axis in _NOT_SUPPORTED_PARALLELISM]
       if faults := [f"{key} is {data[key]}" for key in given if data.get(key, 1) not in (1, None)]:
         raise ValueError(f"{'; '.join(faults)}: not supported by this model, set it to 1")

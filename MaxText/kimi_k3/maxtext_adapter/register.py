@@ -160,9 +160,7 @@ def _extra_settings(pyconfig: Any, argv: list[str] | None, kwargs: dict[str, Any
   if known.get("decoder_block") != DECODER_BLOCK:
     return {}
   if missing := sorted(REQUIRED_KEYS - set(known)):
-    raise ValueError(
-      f"{path} with model_name {name}: missing {', '.join(missing)}: MaxText's own defaults would be used"
-    )
+    raise ValueError(f"missing {', '.join(missing)} (model_name is {name}): MaxText's own defaults would be used")
   said_otherwise = _contradictions(model, own | given, allowed=bool(known.get("override_model_config")))
   extra = ({} if found_by_maxtext else model) | said_otherwise
   extra = {key: value for key, value in extra.items() if key not in given}

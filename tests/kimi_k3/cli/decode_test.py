@@ -55,7 +55,7 @@ def decode_yml(five_layers) -> str:
       ("decode_sampling_strategy=weighted", "decode_sampling_temperature=0"),
       "decode_sampling_temperature is 0.0, expected a positive number",
     ),
-    (("load_parameters_path=nowhere",), "load_parameters_path is 'nowhere': no Orbax checkpoint there"),
+    (("load_parameters_path=nowhere",), "nowhere': no Orbax checkpoint there"),
     (("prompt=Hello",), "give either --prompt-ids or prompt=, not both"),
     (("tokenizer_path=nowhere",), "tokenizer_path is 'nowhere': no tiktoken.model or tokenizer.json there"),
   ],

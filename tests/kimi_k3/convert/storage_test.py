@@ -114,11 +114,23 @@ def test_an_ignore_entry_that_is_no_regex_is_refused(k3_source, edited):
 
 
 @pytest.mark.parametrize(
-  ("field", "value"), [("group_size", 16), ("num_bits", 8), ("type", "int"), ("symmetric", False), ("num_bits", None)]
+  ("field", "value"),
+  [
+    *(("group_size", 16), ("num_bits", 8), ("type", "int"), ("symmetric", False), ("num_bits", None)),
+    *(("strategy", "channel"), ("dynamic", True), ("actorder", "group"), ("zp_dtype", "torch.int8")),
+    ("scale_dtype", "torch.float8_e4m3fn"),
+  ],
 )
 def test_a_quantization_of_another_kind_is_refused_by_field(k3_source, edited, field, value):
   config = with_quantization(k3_source, lambda q: q["config_groups"]["group_0"]["weights"].update({field: value}))
-  with pytest.raises(InputError, match=rf"group_0.weights.{field} is {value!r}"):
+  with pytest.raises(InputError, match=rf"group_0.weights.{field} is '?{value}'?, expected"):
+    storage.storage(edited(k3_source, config=config))
+
+
+@pytest.mark.parametrize(("field", "value"), [("kv_cache_scheme", {"num_bits": 8}), ("quant_method", "awq")])
+def test_a_quantization_of_more_than_the_weights_or_by_another_tool_is_refused(k3_source, edited, field, value):
+  config = with_quantization(k3_source, lambda q: q.update({field: value}))
+  with pytest.raises(InputError, match=rf"{field} is .*, expected"):
     storage.storage(edited(k3_source, config=config))
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +184,19 @@ def test_data_that_cannot_be_read_is_told(tmp_path, damage):
   with pytest.raises(InputError, match=r"items: cannot be read|not a checkpoint of parameters") as error:
     load_params(str(items), abstract())
   assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("keep", [0, 50])
+def test_a_damaged_manifest_is_told_in_one_line_and_nothing_else(tmp_path, keep):
+  items = Path(save(tmp_path / "items", {"params": {"params": nested(arrays())}}))
+  manifest = items / "manifest.ocdbt"
+  manifest.write_bytes(manifest.read_bytes()[:keep])
+  script = f"from kimi_k3.maxtext_adapter.checkpoint import stored_leaves; stored_leaves({str(items)!r})"
+  run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+  assert "Event loop" not in run.stderr
+  assert re.match(
+    r"kimi_k3.errors.InputError: .*(cannot be read|holds no arrays).*convert again", run.stderr.splitlines()[-1]
+  )
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's readers, left behind

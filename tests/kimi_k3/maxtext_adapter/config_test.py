@@ -131,12 +131,16 @@ def test_scaling_by_length_is_refused(tiny):
     ("dtype=float16", "dtype is 'float16': this model supports 'bfloat16', 'float32' only"),
     ("ici_context_parallelism=2", "ici_context_parallelism is 2: not supported by this model, set it to 1"),
     ("dcn_pipeline_parallelism=4", "dcn_pipeline_parallelism is 4: not supported by this model, set it to 1"),
+    ("override_model_config=true situ_beta=true", "situ_beta is True, expected int or float"),
+    ("override_model_config=true attn_res_block_size=true", "attn_res_block_size is True, expected int"),
+    ("override_model_config=true kda_full_rank_gate=1", "kda_full_rank_gate is 1, expected bool"),
+    ("override_model_config=true kv_lora_rank=none", "kv_lora_rank is null, expected int"),
     ("ici_tensor_parallelism=3", "kda_num_heads is 4, which tensor parallelism of 3 does not divide"),
   ],
 )
 def test_what_is_refused_is_refused_when_a_config_is_read(setting, said):
   with pytest.raises(InputError) as error:
-    read(setting)
+    read(*setting.split())
   assert str(error.value).endswith(said)
   assert "\n" not in str(error.value)
 
@@ -155,9 +159,9 @@ def test_an_axis_this_model_cannot_be_cut_along_is_refused_by_name(kind, axis):
   key = f"{kind}_{axis}_parallelism"
   for size in (2, -1):
     with pytest.raises(ValueError, match=f"{key} is {size}: not supported by this model, set it to 1"):
-      KimiMaxTextConfig.refuse_parallelism({"decoder_block": "kimi_k3", key: size})
+      KimiMaxTextConfig.check_as_written({"decoder_block": "kimi_k3", key: size})
   for harmless in ({"decoder_block": "kimi_k3", key: 1}, {"decoder_block": "llama2", key: 2}):
-    assert KimiMaxTextConfig.refuse_parallelism(harmless) == harmless
+    assert KimiMaxTextConfig.check_as_written(harmless) == harmless
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,8 @@ def base_yml() -> str:
 
 
 def initialize(path: str | Path, *settings: str, **overrides: Any) -> Any:
-  """Reads a config as any of MaxText's entry points does."""
+  """Reads a config as any of MaxText's entry points does, with the model registered."""
+  register()
   from maxtext.configs import pyconfig
 
   return pyconfig.initialize(["", str(path), *settings], **RUN | overrides)
@@ -300,7 +301,7 @@ def test_a_model_yaml_beside_the_config_wins_over_the_shipped_one(configs):
 @pytest.mark.parametrize("key", sorted(REQUIRED_KEYS - {"decoder_block"}))
 def test_a_key_the_model_yaml_lacks_is_named(configs, key):
   edit(configs / "models" / "kimi-k3-tiny.yml", **{key: None})
-  with pytest.raises(ValueError, match=rf"decode.yml with model_name kimi-k3-tiny: missing {key}: MaxText's own"):
+  with pytest.raises(ValueError, match=rf"missing {key} \(model_name is kimi-k3-tiny\): MaxText's own"):
     initialize(configs / "decode.yml", "model_name=kimi-k3-tiny")
 
 
