@@ -182,13 +182,13 @@ def test_the_source_is_only_read(k3_copy, tmp_path):
   assert snapshot(k3_copy) == before
 
 
-@pytest.mark.parametrize("spelled", ["../out", "a/../../out", "./../work/../out"])
+@pytest.mark.parametrize("spelled", ["../out", "a/../../out", "./../here/../out"])
 def test_out_may_be_spelled_with_dots(source, tmp_path, monkeypatch, spelled):
-  (tmp_path / "work" / "a").mkdir(parents=True)
-  monkeypatch.chdir(tmp_path / "work")
+  (tmp_path / "here" / "a").mkdir(parents=True)
+  monkeypatch.chdir(tmp_path / "here")
   convert(Path(spelled), source, planned(source))
   assert (tmp_path / "out" / "0" / "items" / "_METADATA").is_file()
-  assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "work"]
+  assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "here"]
 
 
 def test_two_conversions_do_not_write_to_one_place(source, tmp_path):
