@@ -188,7 +188,7 @@ def test_out_may_be_spelled_with_dots(source, tmp_path, monkeypatch, spelled):
   monkeypatch.chdir(tmp_path / "here")
   convert(Path(spelled), source, planned(source))
   assert (tmp_path / "out" / "0" / "items" / "_METADATA").is_file()
-  assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "here"]
+  assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "out"]
 
 
 def test_two_conversions_do_not_write_to_one_place(source, tmp_path):
