@@ -9,10 +9,10 @@ TEST_WORKERS := 2
 JAXTYPING := kimi_k3,beartype.beartype
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lock clean
+.PHONY: help install demo test test-slow check lock clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## .venv with the locked dependencies and kimi_k3 in editable form
 
@@ -23,9 +23,13 @@ $(STAMP): requirements/base.txt requirements/dev.txt pyproject.toml scripts/inst
 demo: $(STAMP) ## convert the tiny checkpoint, decode with it, compare with the reference
 	@scripts/demo.sh
 
+PYTEST := JAX_PLATFORMS=cpu $(TEST_BUDGET) $(BIN)/pytest -q -n $(TEST_WORKERS) --jaxtyping-packages=$(JAXTYPING)
+
 test: $(STAMP) ## the tests, on CPU
-	@JAX_PLATFORMS=cpu $(TEST_BUDGET) $(BIN)/pytest -q -n $(TEST_WORKERS) -m 'not slow' \
-	  --jaxtyping-packages=$(JAXTYPING) $(PYTEST_ARGS)
+	@$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
+
+test-slow: $(STAMP) ## the rest of the numerical proof: every form of every checkpoint
+	@$(PYTEST) -m slow $(PYTEST_ARGS)
 
 check: $(STAMP) ## lint, format and types
 	@status=0; \

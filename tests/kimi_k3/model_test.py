@@ -20,7 +20,7 @@ STATE_TOLERANCE = 1e-4  # of the largest element
 NEW_TOKENS = 32
 
 # Places of the layers x storage of the experts. The first and the last differ in both, so the default run decodes with
-# these; `-m slow` decodes with the other two as well.
+# these; `make test-slow` decodes with the other two.
 SCAN_STORED, UNROLLED_BF16 = ("--scan", "as-stored"), ("--no-scan", "bf16")
 FORMS = (SCAN_STORED, ("--no-scan", "as-stored"), ("--scan", "bf16"), UNROLLED_BF16)
 
@@ -172,7 +172,7 @@ SHAPES = {
 }
 
 
-# Each shape in one form by default, and in the other with `-m slow`.
+# Each shape in one form by default, in the other by `make test-slow`.
 SHAPES_IN_FORMS = [
   pytest.param(shape, form, id=f"{shape}-{form_id(form)}", marks=[] if default else pytest.mark.slow)
   for i, shape in enumerate(SHAPES)
