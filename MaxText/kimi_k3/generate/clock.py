@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import jax
@@ -24,8 +25,10 @@ class CompileClock:
 
   def compiling(self, start: float, end: float) -> float:
     """Returns the seconds between two readings of time.perf_counter() in which JAX was compiling."""
+    # Reported in the order they ended: those before the interval are not looked at, however many there were.
+    recent = itertools.takewhile(lambda span: span[1] > start, reversed(self._spans))
     total, reached = 0.0, start
-    for first, last in sorted(self._spans):
+    for first, last in sorted(recent):
       first, last = max(first, reached), min(last, end)
       if last > first:
         total, reached = total + last - first, last

@@ -38,7 +38,8 @@ class Engine:
       )
     with quiet():
       self._engine = KimiMaxEngine(config)
-      self._params = self._engine.load_params(rng=jax.random.PRNGKey(0))
+      self._rng = jax.random.PRNGKey(0)  # MaxEngine wants one; its own samples are not used
+      self._params = self._engine.load_params(rng=self._rng)
       self._state = self._engine.init_decode_state()
 
   @property
@@ -59,7 +60,7 @@ class Engine:
     if not 0 < true_length <= tokens.shape[0]:
       raise ValueError(f"true_length {true_length} of {tokens.shape[0]} tokens")
     prefix, _ = self._engine.prefill(
-      params=self._params, padded_tokens=jnp.asarray(tokens), true_length=true_length, rng=jax.random.PRNGKey(0)
+      params=self._params, padded_tokens=jnp.asarray(tokens), true_length=true_length, rng=self._rng
     )
     logits = prefix["logits"][0, 0]
     with warnings.catch_warnings():
@@ -71,7 +72,7 @@ class Engine:
   def step(self, tokens: Int[np.ndarray, " B"]) -> Float[Array, "B X"]:
     """Feeds one token a slot and returns the logits of the next ones. Free slots are fed too and mean nothing."""
     fed = jax.device_put(jnp.asarray(tokens, jnp.int32)[:, None], self._state["tokens"].sharding)
-    self._state, _ = self._engine.generate(self._params, self._state | {"tokens": fed}, rng=jax.random.PRNGKey(0))
+    self._state, _ = self._engine.generate(self._params, self._state | {"tokens": fed}, rng=self._rng)
     return self._state["logits"][:, 0]
 
   @property

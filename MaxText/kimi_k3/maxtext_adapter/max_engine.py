@@ -38,6 +38,11 @@ class KimiMaxEngine(maxengine.MaxEngine):
     self._find_cache_shardings()
     return params
 
+  def prefill_concat(self, **arguments: Any) -> Any:
+    """Refuses: prompts packed in one row would share the one recurrent state, and each slot get the last one's."""
+    del arguments
+    raise NotImplementedError("packed prefill (prefill_concat) is not supported: prefill the prompts one by one")
+
   def _find_cache_shardings(self) -> None:
     def named(annotations):
       return jax.tree.map(lambda spec: jax.sharding.NamedSharding(self._mesh, spec), annotations)

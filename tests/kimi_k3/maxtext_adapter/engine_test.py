@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from kimi_k3.errors import InputError
+from kimi_k3.maxtext_adapter import register_engine
 from kimi_k3.maxtext_adapter.engine import Engine, abstract_model, checkpoint_path, concrete_rest
 from kimi_k3.maxtext_adapter.settings import read_config
 from kimi_k3.resources import configs_dir
@@ -75,3 +76,12 @@ def test_a_mesh_that_the_devices_do_not_make_is_refused_in_one_line(settings):
 def test_an_engine_without_a_slot_is_refused(size):
   with pytest.raises(InputError, match=f"per_device_batch_size is {size}: no row fits"):
     Engine(tiny(f"per_device_batch_size={size}"))
+
+
+def test_prompts_packed_in_one_row_are_refused_as_they_would_share_a_state():
+  register_engine()
+  from kimi_k3.maxtext_adapter.max_engine import KimiMaxEngine
+
+  engine = object.__new__(KimiMaxEngine)
+  with pytest.raises(NotImplementedError, match=r"packed prefill \(prefill_concat\) is not supported"):
+    engine.prefill_concat(params=None, padded_tokens=jnp.zeros(8, jnp.int32))
