@@ -27,7 +27,7 @@ class Context(NamedTuple):
   """What every layer of one call sees.
 
   Attributes:
-    valid: Real tokens of right-padded rows [B, T]; None when all are.
+    valid: Real tokens of right-padded rows [B, T], in a decoding step the rows that have one; None when all are.
     resets: True where a packed document starts [B, T]; None when none does inside a row.
     upstream: Arguments that only MaxText's attention needs.
   """
@@ -100,9 +100,12 @@ class Layer(nnx.Module):
 
   def _attend(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
     h = self.input_norm(x)
+    if context.valid is not None:
+      # A weight of 0 would not silence a NaN: what a pad holds must reach neither attention nor a cache.
+      h = jnp.where(context.valid[..., None], h, 0)
     if self.kind is LayerKind.KDA:
       return self.attention(h, valid=context.valid, resets=context.resets)
-    return self.attention(h, **context.upstream)
+    return self.attention(h, valid=context.valid, **context.upstream)
 
 
 def _select(condition: bool | Array, yes: Array, no: Array) -> Array:

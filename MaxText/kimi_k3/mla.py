@@ -28,15 +28,14 @@ def absorbed_attention(
 ) -> Float[Array, "B 1 H V"]:
   """Returns the attention output of one token a row over all cache parts, in the query's dtype.
 
-  The parts are never joined: each gives scores, and one softmax spans them. A row must see at least one latent, the one
-  of its own token.
+  The parts are never joined: each gives scores, and one softmax spans them. A row that sees nothing gets 0.
 
   Args:
     nope: Query against the latents' keys, already scaled by the softmax scale.
     tail: Query against the shared tails, scaled.
     to_key: Key half of kv_b.
     to_value: Value half of kv_b.
-    parts: Prefill and generated latents.
+    parts: Prefill and generated latents; what no row may see must be finite all the same, as its weight is 0.
     precision: Of the matrix products.
   """
   dtype = nope.dtype
@@ -51,8 +50,9 @@ def absorbed_attention(
     s_BHS = product("bhc,bsc->bhs", q_BHC, part.latent) + product("bhr,bsr->bhs", tail_BHR, part.tail)
     scores.append(jnp.where(part.visible[:, None], s_BHS, -jnp.inf))
   largest_BH1 = jnp.max(jnp.stack([jnp.max(s, axis=-1) for s in scores]), axis=0)[..., None]
+  largest_BH1 = jnp.where(largest_BH1 == -jnp.inf, 0.0, largest_BH1)  # nothing to see
   weights = [jnp.exp(s - largest_BH1) for s in scores]
   total_BH1 = sum(jnp.sum(w, axis=-1, keepdims=True) for w in weights)
   o_BHC: Any = sum(product("bhs,bsc->bhc", w.astype(dtype), p.latent) for w, p in zip(weights, parts, strict=True))
-  o_BHC = (o_BHC / total_BH1).astype(dtype)
+  o_BHC = (o_BHC / jnp.where(total_BH1 == 0, 1.0, total_BH1)).astype(dtype)
   return product("bhc,chv->bhv", o_BHC, to_value, out=dtype)[:, None]

@@ -5,7 +5,8 @@ A name that no rule knows is replicated without a word, so `check_rules` refuses
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from kimi_k3.errors import InputError
 
@@ -29,11 +30,51 @@ USED_AXES = frozenset(
 )
 
 
-def check_rules(rule_names: Iterable[str]) -> None:
-  """Raises InputError if a logical axis that the model uses has no rule: it would be replicated in silence."""
-  missing = sorted(USED_AXES - set(rule_names))
+# MaxText's rule for the rows of a cache cuts nothing: each device of a data axis would hold every row's state. These
+# are the axes by which MaxText cuts the rows of everything else.
+_ROW_AXES = ("data", "fsdp", "fsdp_transpose", "expert")
+
+Rules = Sequence[Sequence[Any]]  # (logical axis, mesh axes)
+
+
+def with_own_rules(rules: Rules) -> Rules:
+  """Returns the rules with the rows of the caches cut, unless a rule of the user's cuts them already."""
+  if any(name == CACHE_BATCH and _as_tuple(axes) for name, axes in rules):
+    return list(rules)
+  return [(n, axes) for n, axes in rules if n != CACHE_BATCH] + [(CACHE_BATCH, _ROW_AXES)]
+
+
+def mesh_axes(rules: Rules, name: str) -> tuple[str, ...]:
+  """Returns the mesh axes of a logical axis: those of its first rule."""
+  return next((_as_tuple(axes) for n, axes in rules if n == name), ())
+
+
+def check_rules(rules: Rules, mesh_axis_names: Iterable[str]) -> None:
+  """Raises InputError if a logical axis that the model uses has no rule, or a rule names no axis of the mesh.
+
+  Either would be replicated in silence.
+  """
+  missing = sorted(USED_AXES - {name for name, _ in rules})
   if missing:
     raise InputError(
       f"logical_axis_rules has no rule for {', '.join(missing)}: these axes would be replicated; "
       "add [name, []] to mean that"
     )
+  known = set(mesh_axis_names)
+  unknown = sorted({f"{axis} (of {name})" for name, axes in rules for axis in _as_tuple(axes) if axis not in known})
+  if unknown:
+    raise InputError(
+      f"logical_axis_rules names {', '.join(unknown)}: not among mesh_axes, which are {', '.join(sorted(known))}"
+    )
+
+
+def check_known(leaves: Iterable[tuple[str, tuple[str | None, ...]]], rules: Rules) -> None:
+  """Raises InputError if a leaf is laid out by a logical axis that no rule knows. `leaves` are (name, logical axes)."""
+  known = {name for name, _ in rules}
+  faults = [f"{axis} (of {leaf})" for leaf, axes in leaves for axis in axes if axis is not None and axis not in known]
+  if faults:
+    raise InputError(f"logical_axis_rules has no rule for {', '.join(faults[:6])}: they would be replicated")
+
+
+def _as_tuple(axes: Any) -> tuple[str, ...]:
+  return (axes,) if isinstance(axes, str) else tuple(axes or ())

@@ -102,13 +102,17 @@ def check_decode(config_of: Callable[..., Any], expected: Expected) -> None:
   for slot, prompt in enumerate(expected.prompts):
     tokens = np.zeros(longest, np.int32)
     tokens[: len(prompt)] = prompt
-    logits = np.asarray(engine.prefill(slot, tokens, len(prompt)))
+    prefilled = engine.prefill(tokens, len(prompt))
+    engine.insert(prefilled, slot)
+    logits = np.asarray(prefilled.logits)
     largest = np.abs(expected.logits[slot]).max()
     assert np.abs(logits - expected.logits[slot][-1]).max() <= LOGITS_TOLERANCE * largest
   for slot, states in enumerate(expected.states):
     for layer, state in states.items():
       found = kda_state(engine, architecture(config), layer, slot, scan=config.scan_layers)
       assert_close(found, state, STATE_TOLERANCE, f"state of layer {layer} after prompt {slot}")
+  for slot in range(len(expected.prompts)):
+    engine.release(slot)
   request = Request(NEW_TOKENS, None, Sampler(GREEDY, 1.0, 0), longest)
   rows, _ = generate(engine, expected.prompts, request, clock=CompileClock())
   assert [row.ids for row in rows] == expected.greedy

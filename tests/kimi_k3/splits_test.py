@@ -33,7 +33,9 @@ def test_every_prompt_length_then_steps_equals_one_pass(case, convert, float32_c
   for slot, length in enumerate(LENGTHS):
     padded = np.full(LONGEST, 9, np.int32)
     padded[:length] = tokens[:length]
-    logits = np.asarray(engine.prefill(slot, padded, length))
+    prompt = engine.prefill(padded, length)
+    engine.insert(prompt, slot)
+    logits = np.asarray(prompt.logits)
     assert np.abs(logits - whole[length - 1]).max() <= bound, f"prompt of {length}"
   for step in range(STEPS):
     logits = np.asarray(engine.step(np.array([tokens[length + step] for length in LENGTHS])))

@@ -24,12 +24,20 @@ class SlotEngine(Protocol):
     """Rows that decode at the same time."""
     ...
 
-  def prefill(self, slot: int, tokens: np.ndarray, true_length: int) -> Any:
-    """Runs a padded prompt into a slot; logits [X] of its next token."""
+  def prefill(self, tokens: np.ndarray, true_length: int) -> Any:
+    """Runs a padded prompt; its `logits` [X] are those of the next token."""
+    ...
+
+  def insert(self, prompt: Any, *slots: int) -> None:
+    """Puts what `prefill` returned into empty slots."""
     ...
 
   def step(self, tokens: np.ndarray) -> Any:
-    """Feeds one token a slot; logits [B, X] of the next ones."""
+    """Feeds one token a slot; logits [B, X] of the next ones. Empty slots are left alone."""
+    ...
+
+  def release(self, slot: int) -> None:
+    """Empties a slot."""
     ...
 
 
@@ -119,16 +127,19 @@ def generate(
     return end - start - compiling
 
   while waiting or any(slots):
-    for slot, held in enumerate(slots):
-      if held is None and waiting:
+    for slot in range(len(slots)):
+      while slots[slot] is None and waiting:
         row = waiting.popleft()
         timing.first_token.append(timed(_prefill, engine, slot, row, request))
-        slots[slot] = _unless_finished(row, on_finished)
+        slots[slot] = _unless_finished(row, on_finished)  # a row of one token never had a slot
     active = [row for row in slots if row is not None]
     if active:
       timing.steps.append(timed(_step, engine, slots, request))
       timing.step_tokens += len(active)
-      slots = [None if row is None else _unless_finished(row, on_finished) for row in slots]
+      for slot, row in enumerate(slots):
+        if row is not None and row.finish_reason is not None:
+          engine.release(slot)
+          slots[slot] = _unless_finished(row, on_finished)
   return rows, timing
 
 
@@ -136,9 +147,11 @@ def _prefill(engine: SlotEngine, slot: int, row: Row, request: Request) -> None:
   n = len(row.prompt_ids)
   tokens = np.zeros(bucket(n, request.max_prompt), np.int32)
   tokens[:n] = row.prompt_ids
-  logits = engine.prefill(slot, tokens, n)
-  token, finite = request.sampler(logits[None], np.array([row.index]), np.array([0]))
+  prompt = engine.prefill(tokens, n)
+  token, finite = request.sampler(prompt.logits[None], np.array([row.index]), np.array([0]))
   _append(row, int(token[0]), bool(finite[0]), request)
+  if row.finish_reason is None:
+    engine.insert(prompt, slot)
 
 
 def _step(engine: SlotEngine, slots: Sequence[Row | None], request: Request) -> None:

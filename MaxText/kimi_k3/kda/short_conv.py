@@ -20,13 +20,13 @@ def short_conv(
     x: Inputs; the channel axes (*C) may be one axis or heads and head channels.
     taps: Filter of each channel; the last tap multiplies the current token.
     history: The W - 1 inputs before x, oldest first; None stands for zeros, the start of a sequence.
-    valid: True at the real tokens of rows padded on the right; None when all are real.
+    valid: True at the real tokens of padded rows; None when all are real. Pads on the left need an empty history.
     resets: True where a packed document starts; nothing is read across its start, neither from x nor from history.
 
   Returns:
     y in float32, without meaning where valid is false, and the new history in the dtype of history (of x, without
-    one): a row's last W - 1 real inputs, reaching back into the old history when the row has fewer, and zero where
-    they belong to an earlier document than the row's last.
+    one): a row's W - 1 inputs up to its last real one, reaching back into the old history when the row has fewer, and
+    zero where they belong to an earlier document than the row's last.
   """
   width, length = taps.shape[0], x.shape[1]
   if history is None:
@@ -66,5 +66,6 @@ def _last_inputs(inputs: Float[Array, "B S *C"], valid: Bool[Array, "B T"] | Non
     return inputs[:, inputs.shape[1] - count :]
   if valid.shape[1] == 1:  # decode: a select, where the gather would be a pass over a copy of the cache
     return jnp.where(_over_channels(valid, inputs.ndim), inputs[:, 1:], inputs[:, :-1])
-  window = jnp.sum(valid, axis=1)[:, None] + jnp.arange(count)[None]
+  used = jnp.max(jnp.where(valid, jnp.arange(1, valid.shape[1] + 1)[None], 0), axis=1)  # up to the last real one
+  window = used[:, None] + jnp.arange(count)[None]
   return jnp.take_along_axis(inputs, _over_channels(window, inputs.ndim), axis=1)

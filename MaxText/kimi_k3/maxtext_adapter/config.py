@@ -11,7 +11,7 @@ from maxtext.configs import types
 from kimi_k3.config import ComputeConfig, KimiK3Config
 from kimi_k3.errors import InputError
 from kimi_k3.maxtext_keys import DECODER_BLOCK, from_maxtext, type_faults
-from kimi_k3.sharding import check_rules
+from kimi_k3.sharding import check_rules, with_own_rules
 
 ModelNames = Literal["kimi-k3", "kimi-linear-48b-a3b", "kimi-k3-tiny"]
 MODEL_NAMES: tuple[str, ...] = get_args(ModelNames)
@@ -78,6 +78,8 @@ class KimiMaxTextConfig(types.MaxTextConfig):
       given = [f"{kind}_{axis}_parallelism" for kind in ("ici", "dcn") for axis in _NOT_SUPPORTED_PARALLELISM]
       if faults := [f"{key} is {data[key]}" for key in given if data.get(key, 1) not in (1, None)]:
         raise ValueError(f"{'; '.join(faults)}: not supported by this model, set it to 1")
+      if rules := data.get("logical_axis_rules"):
+        return data | {"logical_axis_rules": with_own_rules(rules)}
     return data
 
   @pydantic.model_validator(mode="after")
@@ -91,7 +93,7 @@ class KimiMaxTextConfig(types.MaxTextConfig):
       return self
     try:
       architecture(self)
-      check_rules(name for name, _ in self.logical_axis_rules)
+      check_rules(self.logical_axis_rules, self.mesh_axes)
     except InputError as error:
       raise ValueError(str(error)) from error
     faults = [*_unsupported(self), *_mesh_faults(self)]

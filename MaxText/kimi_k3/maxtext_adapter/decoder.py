@@ -80,6 +80,7 @@ class KimiDecoder(nnx_decoders.NNXDecoder):
     """Returns (logits [B, T, X], what the final norm saw [B, T, D], None)."""
     del slot
     refused = {
+      "previous_chunk": previous_chunk,
       "kv_caches": kv_caches,
       "attention_metadata": attention_metadata,
       "deepstack_visual_embeds": deepstack_visual_embeds,
@@ -96,7 +97,6 @@ class KimiDecoder(nnx_decoders.NNXDecoder):
       decoder_segment_ids,
       deterministic=deterministic,
       model_mode=model_mode,
-      previous_chunk=previous_chunk,
       decoder_input_embeddings=decoder_input_embeddings,
     )
     return logits, hidden, None
@@ -110,10 +110,19 @@ class KimiDecoder(nnx_decoders.NNXDecoder):
     *,
     deterministic: bool,
     model_mode: str,
-    previous_chunk: Array | None = None,
     decoder_input_embeddings: Array | None = None,
   ) -> tuple[Array, Array, Array | None]:
-    """Returns logits, what the final norm saw, and the chosen experts [MoE layers, B, T, S]."""
+    """Returns logits, what the final norm saw, and the chosen experts [MoE layers, B, T, S].
+
+    Args:
+      shared_embedding: MaxText's.
+      tokens: [B, T].
+      positions: [B, T]. In a step, a negative one says that the row has no token: its caches are left alone.
+      segment_ids: [B, T], 0 in pads; MaxEngine gives none in a step.
+      deterministic: MaxText's.
+      model_mode: MaxText's.
+      decoder_input_embeddings: In place of the tokens' own.
+    """
     embedded = self._apply_embedding(
       shared_embedding,
       tokens,
@@ -125,14 +134,10 @@ class KimiDecoder(nnx_decoders.NNXDecoder):
     step = model_mode == MODEL_MODE_AUTOREGRESSIVE
     if step and tokens.shape[1] != 1:
       raise NotImplementedError(f"a decoding step takes one token a row, not {tokens.shape[1]}")
-    valid, resets = (None, None) if segment_ids is None or step else _segments(segment_ids, model_mode)
-    upstream = {
-      "positions": positions,
-      "segment_ids": segment_ids,
-      "model_mode": model_mode,
-      "deterministic": deterministic,
-      "previous_chunk": previous_chunk,
-    }
+    valid, resets = (positions >= 0, None) if step else _segments(segment_ids, model_mode)
+    if valid is not None:
+      embedded = jnp.where(valid[..., None], embedded, 0)  # a pad is 0 all the way up, whatever token stands in it
+    upstream = {"positions": positions, "segment_ids": segment_ids, "model_mode": model_mode}
     context = Context(valid, resets, upstream)
     hidden, chosen = run_layers(
       self, self.architecture, embedded, context, scan=self.config.scan_layers, remat=self._remat(model_mode)
@@ -146,12 +151,14 @@ class KimiDecoder(nnx_decoders.NNXDecoder):
     return functools.partial(jax.checkpoint, policy=self.get_remat_policy(), prevent_cse=False)
 
 
-def _segments(segment_ids: Array, model_mode: str) -> tuple[Array, Array | None]:
+def _segments(segment_ids: Array | None, model_mode: str) -> tuple[Array | None, Array | None]:
   """Which tokens are real, and where a packed document starts.
 
   A pad has id 0. In training, documents packed in a row have different ids, and the recurrence starts anew where the id
   changes; a prompt of MaxEngine is one document.
   """
+  if segment_ids is None:
+    return None, None
   valid = segment_ids != 0
   if model_mode == MODEL_MODE_PREFILL:
     return valid, None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,12 +19,33 @@ from kimi_k3.errors import InputError
 from kimi_k3.maxtext_adapter.checkpoint import load_params
 from kimi_k3.maxtext_adapter.quiet import quiet
 from kimi_k3.maxtext_adapter.register import register_engine
+from kimi_k3.sharding import CACHE_BATCH, check_known, mesh_axes
+
+
+class Prefilled:
+  """A prompt that has been run and waits for a slot.
+
+  Attributes:
+    logits: Of its next token [X], float32.
+  """
+
+  def __init__(self, prefix: dict[str, Any]):
+    self.logits: Float[Array, " X"] = prefix["logits"][0, 0]
+    self._prefix: dict[str, Any] | None = prefix
+
+  def take(self) -> dict[str, Any]:
+    """Returns what MaxEngine inserts, once: inserting uses it up."""
+    if self._prefix is None:
+      raise ValueError("this prompt has been inserted before: name all its slots in one call, or prefill it again")
+    prefix, self._prefix = self._prefix, None
+    return prefix
 
 
 class Engine:
-  """Prefill, insert and generate on MaxEngine, with sampling left to the caller.
+  """Prefill, insert, step and release on MaxEngine, with sampling left to the caller.
 
-  One decode state is held here; a row of it is a slot.
+  One decode state is held here; a row of it is a slot. A slot is empty until a prompt is inserted and after it is
+  released: its caches are zero then, and no step writes to them.
   """
 
   def __init__(self, config: Any):
@@ -31,54 +53,108 @@ class Engine:
     from kimi_k3.maxtext_adapter.max_engine import KimiMaxEngine
 
     self.config = config
-    _make_mesh(config)  # MaxEngine makes the same one, and fails without a word for the user
+    mesh = _make_mesh(config)  # MaxEngine makes the same one, and fails without a word for the user
     if config.per_device_batch_size * jax.device_count() < 1:
       raise InputError(
         f"per_device_batch_size is {config.per_device_batch_size}: no row fits; expected 1 or more over all devices"
       )
     with quiet():
       self._engine = KimiMaxEngine(config)
+      check_axes((self._engine.model, self._engine.model_ar), config.logical_axis_rules)
+      check_slots(self.num_slots, config.logical_axis_rules, mesh.shape)
       self._rng = jax.random.PRNGKey(0)  # MaxEngine wants one; its own samples are not used
       self._params = self._engine.load_params(rng=self._rng)
       self._state = self._engine.init_decode_state()
+    self._generated: list[int | None] = [None] * self.num_slots  # steps since the insert; None: empty
 
   @property
   def num_slots(self) -> int:
     """Rows that decode at the same time."""
     return self._engine.max_concurrent_decodes
 
-  def prefill(self, slot: int, tokens: Int[np.ndarray, " T"], true_length: int) -> Float[Array, " X"]:
-    """Runs a prompt into a slot and returns the logits of its next token.
+  @property
+  def max_steps(self) -> int:
+    """Steps that a row can take after its prompt: its cache holds no more."""
+    return self.config.max_target_length - self.config.max_prefill_predict_length
+
+  def prefill(self, tokens: Int[np.ndarray, " T"], true_length: int) -> Prefilled:
+    """Runs a prompt, which may wait for a slot while others are run or decode.
 
     Args:
-      slot: Where its caches go; whatever was there is gone.
       tokens: The prompt, padded on the right to a bucket length.
       true_length: Tokens that are no pads.
+
+    Raises:
+      ValueError: if `true_length` is not a length of `tokens`, or these are longer than the prompt cache.
     """
-    if not 0 <= slot < self.num_slots:
-      raise ValueError(f"slot {slot}: there are {self.num_slots}")  # it would be clamped onto another row's slot
-    if not 0 < true_length <= tokens.shape[0]:
-      raise ValueError(f"true_length {true_length} of {tokens.shape[0]} tokens")
     prefix, _ = self._engine.prefill(
       params=self._params, padded_tokens=jnp.asarray(tokens), true_length=true_length, rng=self._rng
     )
-    logits = prefix["logits"][0, 0]
+    return Prefilled(prefix)
+
+  def insert(self, prompt: Prefilled, *slots: int) -> None:
+    """Puts a prompt into an empty slot, or into several: rows that go on differently.
+
+    Raises:
+      ValueError: if a slot does not exist, is in use or is named twice, or the prompt was inserted before.
+    """
+    self._engine.check_slots(slots)
+    if used := [slot for slot in slots if self._generated[slot] is not None]:
+      raise ValueError(f"slot {', '.join(map(str, used))} is in use: release it first")
+    prefix = prompt.take()
     with warnings.catch_warnings():
       # MaxEngine offers a prompt's caches for reuse as the slots' caches, whose shapes differ.
       warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-      self._state = self._engine.insert(prefix, self._state, slot=slot)
-    return logits
+      if len(slots) == 1:
+        self._state = self._engine.insert(prefix, self._state, slot=slots[0])
+      else:
+        self._state = self._engine.bulk_insert(prefix, self._state, slots)
+    for slot in slots:
+      self._generated[slot] = 0
 
   def step(self, tokens: Int[np.ndarray, " B"]) -> Float[Array, "B X"]:
-    """Feeds one token a slot and returns the logits of the next ones. Free slots are fed too and mean nothing."""
+    """Feeds one token a slot and returns the logits of the next ones. Empty slots are left alone and mean nothing.
+
+    Raises:
+      ValueError: naming the rows whose cache is full.
+    """
+    if full := [slot for slot, steps in enumerate(self._generated) if steps == self.max_steps]:
+      raise ValueError(
+        f"slot {', '.join(map(str, full))}: the cache holds {self.max_steps} generated tokens (max_target_length - "
+        "max_prefill_predict_length) and is full"
+      )
     fed = jax.device_put(jnp.asarray(tokens, jnp.int32)[:, None], self._state["tokens"].sharding)
     self._state, _ = self._engine.generate(self._params, self._state | {"tokens": fed}, rng=self._rng)
+    self._generated = [None if steps is None else steps + 1 for steps in self._generated]
     return self._state["logits"][:, 0]
+
+  def release(self, slot: int) -> None:
+    """Empties a slot: its caches become zero.
+
+    Raises:
+      ValueError: if there is no such slot, or it is empty.
+    """
+    self._engine.check_slots([slot])
+    if self._generated[slot] is None:
+      raise ValueError(f"slot {slot} is empty")
+    self._state = self._engine.release(self._state, slot)
+    self._generated[slot] = None
 
   @property
   def cache(self) -> dict[str, Any]:
     """The caches of all slots, by layer, under the names of the parameter tree."""
     return self._state["cache"]["decoder"]
+
+  @property
+  def cache_axes(self) -> dict[str, Any]:
+    """The logical axes of each leaf of `cache`."""
+    axes: Any = self._engine.kv_cache_annotations_named
+    return axes["decoder"]
+
+  @property
+  def params(self) -> nnx.State:
+    """The parameters, each where its sharding puts it."""
+    return self._params
 
 
 Forward = Callable[[np.ndarray, int], tuple[Array, Array | None]]
@@ -139,6 +215,28 @@ def _make_mesh(config: Any) -> jax.sharding.Mesh:
       f"no mesh of {jax.device_count()} device(s) can be made: {error}; the ici and dcn parallelism settings must "
       "multiply to the number of devices, and one of them may be -1: what is left"
     ) from error
+
+
+def check_axes(models: tuple[nnx.Module, ...], rules: Any) -> None:
+  """Raises InputError if a parameter or cache is laid out by a name that no rule knows: it would be replicated."""
+  named = []
+  for model in models:
+    for path, leaf in nnx.to_flat_state(nnx.state(model, (nnx.Param, nnx.Cache))):
+      axes = leaf.get_metadata().get("out_sharding") or ()
+      named.append((".".join(map(str, path)), (axes,) if isinstance(axes, str) else tuple(axes)))
+  check_known(named, rules)
+
+
+def check_slots(slots: int, rules: Any, mesh_shape: Mapping[str, int]) -> None:
+  """Raises InputError if the mesh axes that cut the caches by rows do not divide the slots."""
+  axes = mesh_axes(rules, CACHE_BATCH)
+  parts = math.prod(mesh_shape[axis] for axis in axes)
+  if slots % parts:
+    cut = ", ".join(f"{axis} {mesh_shape[axis]}" for axis in axes if mesh_shape[axis] > 1)
+    raise InputError(
+      f"{slots} slots (per_device_batch_size times devices) over {parts} parts of the mesh ({cut}): expected a "
+      f"multiple of {parts}"
+    )
 
 
 def concrete_rest(rest: nnx.State) -> nnx.State:

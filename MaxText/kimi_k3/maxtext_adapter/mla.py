@@ -23,7 +23,8 @@ from maxtext.utils import max_utils
 
 from kimi_k3.config import ComputeConfig, KimiK3Config
 from kimi_k3.linear import Linear
-from kimi_k3.mla import CachedLatents, absorbed_attention
+from kimi_k3.maxtext_adapter.latent_cache import LatentCache
+from kimi_k3.mla import absorbed_attention
 from kimi_k3.sharding import EMBED_ATTN, HEAD_DIM, HEADS
 
 INNER_EPS = 1e-6  # of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps is
@@ -76,6 +77,26 @@ class KimiMLA(attention_mla.MLA):
       )
     self.has_gate = config.mla_use_output_gate
 
+  def init_mla_kv_caches(self, inputs_kv_shape: tuple[int, ...]) -> LatentCache:
+    """The cache of this layer, for as many rows as `inputs_kv_shape` has."""
+    sizes: dict[str, Any] = {
+      "max_prefill_length": self.max_prefill_predict_length,
+      "max_target_length": self.max_target_length,
+      "key_seq_len": 1,  # not looked at: the lengths above decide
+      "value_seq_len": 1,
+      "rngs": self.rngs,
+    }
+    return LatentCache(
+      **sizes,
+      batch=inputs_kv_shape[0],
+      key_head_size=self.kv_lora_rank,
+      value_head_size=self.qk_rope_head_dim,
+      dtype=self.dtype,
+      prefill_cache_axis_order=self.prefill_cache_axis_order,
+      ar_cache_axis_order=self.ar_cache_axis_order,
+      model_mode=self.model_mode,
+    )
+
   def init_rotary_embedding(self):
     """There is none."""
 
@@ -88,42 +109,43 @@ class KimiMLA(attention_mla.MLA):
     self,
     x: Float[Array, "B T D"],
     *,
+    valid: Bool[Array, "B T"] | None,
     positions: Array,
     segment_ids: Array | None,
     model_mode: str,
-    deterministic: bool,
-    previous_chunk: Array | None,
   ) -> Float[Array, "B T D"]:
-    """Returns the gated attention output and moves the latent cache on."""
-    del deterministic  # there is no dropout inside
+    """Returns the gated attention output and moves the latent cache on.
+
+    Args:
+      x: Normalised hidden state, 0 where `valid` is false.
+      valid: Real tokens; in a step, the rows that have one. None: all are.
+      positions: Of the tokens; nothing is rotated by them.
+      segment_ids: Of the documents in a row, 0 in pads; not looked at in a step.
+      model_mode: MaxText's.
+    """
     if model_mode == MODEL_MODE_AUTOREGRESSIVE:
-      out = self._decode(x, positions)
+      out = self._decode(x, positions, valid)
     else:
-      out = self._materialised(x, positions, segment_ids, model_mode, previous_chunk)
+      out = self._materialised(x, positions, segment_ids, model_mode)
     if self.has_gate:
       out = out * jax.nn.sigmoid(self.gate(x))
     return cast(Array, self.out_projection(cast(Array, out)))
 
-  def _materialised(self, x, positions, segment_ids, model_mode, previous_chunk):
+  def _materialised(self, x, positions, segment_ids, model_mode):
     """Attends with keys and values of every head, through MaxText's attention op, to [B, T, H, V]."""
     if segment_ids is None and model_mode != MODEL_MODE_TRAIN:
       segment_ids = jnp.full(x.shape[:2], DECODING_ACTIVE_SEQUENCE_INDICATOR, jnp.int32)
     query, _ = self.mla_query_projection(x, positions, model_mode)
-    key, value, cached = self.mla_kv_projection(x, positions, segment_ids, model_mode, previous_chunk)
+    key, value, cached = self.mla_kv_projection(x, positions, segment_ids, model_mode, None)
     return self.attention_op(query, key, value, segment_ids, positions, model_mode, cached)
 
-  def _decode(self, x, positions):
+  def _decode(self, x, positions, valid):
     """Attends with one token a row to the cached latents, to [B, 1, H, V]."""
     query, _ = self.mla_query_projection(x, positions, MODEL_MODE_AUTOREGRESSIVE)  # scaled, [B, 1, H, N + R]
     nope, tail = jnp.split(query, [self.qk_nope_head_dim], axis=-1)
     latent, new_tail = jnp.split(self.wkv_a(x), [self.kv_lora_rank], axis=-1)
     cache: Any = self.MlaKVCache_0
-    prefill, generated = cache(self.kv_norm(latent), new_tail[:, :, None], None, MODEL_MODE_AUTOREGRESSIVE)
-    parts = [_cached(*part[:3]) for part in (prefill, generated)]
+    active = jnp.ones(x.shape[:1], bool) if valid is None else valid[:, 0]
+    parts = cache.append(self.kv_norm(latent), new_tail, active)
     to_key, to_value = self._absorbed_weights(self.dtype)
     return absorbed_attention(nope, tail, to_key, to_value, parts, precision=self.config.matmul_precision)
-
-
-def _cached(latent: Float[Array, "B S C"], tail: Float[Array, "B S 1 R"], segment_ids: Array) -> CachedLatents:
-  visible: Bool[Array, "B S"] = segment_ids == DECODING_ACTIVE_SEQUENCE_INDICATOR
-  return CachedLatents(latent, tail[:, :, 0], visible)

@@ -40,13 +40,21 @@ def continuation(prompt: list[int], count: int) -> list[int]:
 
 
 @dataclasses.dataclass
+class Prompt:
+  """What the engine gives for a prompt."""
+
+  history: list[int]
+  logits: jnp.ndarray
+
+
+@dataclasses.dataclass
 class ArithmeticEngine:
-  """Keeps each slot's history; free slots give NaN, as an engine's may.
+  """Keeps each slot's history; empty slots give NaN, as an engine's may.
 
   Attributes:
     num_slots: Rows at a time.
     broken: Histories from which logits are not finite.
-    calls: ("prefill", slot, padded length) and ("step", tokens fed).
+    calls: ("prefill", padded length), ("insert", slot), ("step", tokens fed) and ("release", slot).
   """
 
   num_slots: int
@@ -54,27 +62,41 @@ class ArithmeticEngine:
   calls: list[tuple] = dataclasses.field(default_factory=list)
   histories: dict[int, list[int]] = dataclasses.field(default_factory=dict)
 
-  def logits(self, slot: int) -> np.ndarray:
-    if slot not in self.histories or tuple(self.histories[slot]) in self.broken:
+  def logits(self, history: list[int] | None) -> np.ndarray:
+    if history is None or tuple(history) in self.broken:
       return np.full(VOCABULARY, np.nan, np.float32)
-    return np.eye(VOCABULARY, dtype=np.float32)[next_token(self.histories[slot])]
+    return np.eye(VOCABULARY, dtype=np.float32)[next_token(history)]
 
-  def prefill(self, slot: int, tokens: np.ndarray, true_length: int) -> jnp.ndarray:
-    self.calls.append(("prefill", slot, len(tokens)))
+  def prefill(self, tokens: np.ndarray, true_length: int) -> Prompt:
+    self.calls.append(("prefill", len(tokens)))
     assert not tokens[true_length:].any()
-    self.histories[slot] = tokens[:true_length].tolist()
-    return jnp.asarray(self.logits(slot))
+    history = tokens[:true_length].tolist()
+    return Prompt(history, jnp.asarray(self.logits(history)))
+
+  def insert(self, prompt: Prompt, *slots: int) -> None:
+    (slot,) = slots
+    assert 0 <= slot < self.num_slots
+    assert slot not in self.histories, "in use"
+    self.calls.append(("insert", slot))
+    self.histories[slot] = prompt.history
+
+  def release(self, slot: int) -> None:
+    self.calls.append(("release", slot))
+    del self.histories[slot]
 
   def step(self, tokens: np.ndarray) -> jnp.ndarray:
     assert len(tokens) == self.num_slots
     self.calls.append(("step", tokens.tolist()))
     for slot, history in self.histories.items():
       history.append(int(tokens[slot]))
-    return jnp.asarray([self.logits(slot) for slot in range(self.num_slots)])
+    return jnp.asarray([self.logits(self.histories.get(slot)) for slot in range(self.num_slots)])
+
+  def called(self, name: str) -> list:
+    return [call[1] for call in self.calls if call[0] == name]
 
   @property
-  def prefilled(self) -> list[int]:
-    return [call[1] for call in self.calls if call[0] == "prefill"]
+  def inserted(self) -> list[int]:
+    return self.called("insert")
 
 
 def run(prompts, *, slots=2, new=6, stop=None, broken=(), sampler=GREEDILY, finished=None):
@@ -82,6 +104,7 @@ def run(prompts, *, slots=2, new=6, stop=None, broken=(), sampler=GREEDILY, fini
   request = Request(new, stop, sampler, MAX_PROMPT)
   on_finished = (lambda row: finished.append(row.index)) if finished is not None else (lambda _: None)
   rows, timing = generate(engine, prompts, request, clock=NoClock(), on_finished=on_finished)
+  assert engine.histories == {}, "every slot is released"
   return rows, timing, engine
 
 
@@ -96,7 +119,8 @@ def test_any_number_of_slots_gives_each_row_its_own_continuation_in_input_order(
 
 def test_rows_wait_for_slots_and_a_freed_slot_is_used_again():
   _, _, engine = run(PROMPTS, slots=2)
-  assert engine.prefilled == [0, 1, 0, 1, 0]
+  assert engine.inserted == [0, 1, 0, 1, 0]
+  assert engine.called("release") == [0, 1, 0, 1, 0]
 
 
 def test_a_row_that_ends_early_makes_room_at_once():
@@ -105,8 +129,9 @@ def test_a_row_that_ends_early_makes_room_at_once():
   rows, _, engine = run([[1], [2, 3, 5], [10]], slots=2, stop=stop)
   assert rows[0].ids == continuation([1], 2)
   # Rows 0 and 1 start, one step ends row 0, row 2 takes its slot while row 1 goes on.
-  assert [call[0] for call in engine.calls[:4]] == ["prefill", "prefill", "step", "prefill"]
-  assert engine.prefilled == [0, 1, 0]
+  expected = [*["prefill", "insert"] * 2, "step", "release", "prefill", "insert"]
+  assert [call[0] for call in engine.calls[: len(expected)]] == expected
+  assert engine.inserted == [0, 1, 0]
 
 
 def test_the_end_token_is_kept_and_ends_the_row():
@@ -121,7 +146,7 @@ def test_the_end_token_is_kept_and_ends_the_row():
 def test_the_first_token_can_be_the_end():
   rows, timing, engine = run([[1], [2, 3, 5]], new=8, stop=next_token([1]))
   assert rows[0] == Row(0, [1], [next_token([1])], "stop")
-  assert engine.prefilled == [0, 1]
+  assert engine.inserted == [0], "the row that ended took no slot from the next"
   assert len(timing.first_token) == 2
 
 
@@ -141,7 +166,7 @@ def test_without_an_end_token_a_row_goes_on_to_its_length():
 def test_one_new_token_needs_no_step():
   rows, timing, engine = run(PROMPTS, new=1)
   assert [row.ids for row in rows] == [continuation(p, 1) for p in PROMPTS]
-  assert all(call[0] == "prefill" for call in engine.calls)
+  assert [call[0] for call in engine.calls] == ["prefill"] * len(PROMPTS)
   assert timing.steps == []
   assert "0.0 tok/s (no decoding step)" in timing.summary()
 
@@ -152,11 +177,12 @@ def test_a_row_whose_logits_are_not_finite_ends_alone_and_keeps_what_it_had():
   assert rows[1] == Row(1, [2, 3, 5], ids, "error", "logits of new token 3 are not finite")
   for i in (0, 2, 3, 4):
     assert rows[i] == Row(i, PROMPTS[i], continuation(PROMPTS[i], 6), "length")
-  assert engine.prefilled.count(1) > 1, "its slot is used again"
+  assert engine.inserted.count(1) > 1, "its slot is used again"
 
 
 def test_a_prompt_whose_logits_are_not_finite_ends_before_its_first_token():
-  rows, _, _ = run(PROMPTS, broken=[[7, 7]])
+  rows, _, engine = run(PROMPTS, broken=[[7, 7]])
+  assert len(engine.inserted) == 4
   assert rows[2] == Row(2, [7, 7], [], "error", "logits of new token 0 are not finite")
   assert [row.finish_reason for row in rows] == ["length", "length", "error", "length", "length"]
 
@@ -178,21 +204,21 @@ def test_each_row_is_announced_once_as_it_ends():
 
 def test_prompts_are_padded_to_a_bucket_that_the_cache_holds():
   _, _, engine = run([[1] * 5, [1] * 256, [1] * 257], slots=3, new=1)
-  assert engine.calls == [("prefill", 0, 256), ("prefill", 1, 256), ("prefill", 2, MAX_PROMPT)]
+  assert engine.calls == [("prefill", 256), ("prefill", 256), ("prefill", MAX_PROMPT)]
 
 
 def test_each_slot_is_fed_the_last_token_of_its_row():
   _, _, engine = run([[1], [2, 3, 5]], slots=3, new=3)
   first, second = continuation([1], 2), continuation([2, 3, 5], 2)
-  assert [call[1] for call in engine.calls[2:]] == [[first[0], second[0], 0], [first[1], second[1], 0]]
+  assert engine.called("step") == [[first[0], second[0], 0], [first[1], second[1], 0]]
 
 
 def test_draws_of_a_row_depend_on_its_number_and_step_alone():
   """The engine's logits are nearly flat here, so every token is a draw."""
 
   class Flat(ArithmeticEngine):
-    def logits(self, slot: int) -> np.ndarray:
-      return super().logits(slot) * 0.1
+    def logits(self, history: list[int] | None) -> np.ndarray:
+      return super().logits(history) * 0.1
 
   def draws(slots: int, prompts, new: int = 12) -> list[list[int]]:
     request = Request(new, None, Sampler(WEIGHTED, 1.0, 3), MAX_PROMPT)

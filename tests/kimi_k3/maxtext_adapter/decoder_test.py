@@ -44,7 +44,10 @@ def test_a_prompt_is_one_document(decoder):
 
 @pytest.mark.parametrize(
   "name",
-  ["kv_caches", "attention_metadata", "deepstack_visual_embeds", "multimodal_input", "forced_routed_experts"],
+  [
+    *("previous_chunk", "kv_caches", "attention_metadata", "deepstack_visual_embeds", "multimodal_input"),
+    "forced_routed_experts",
+  ],
 )
 def test_what_the_decoder_would_ignore_is_refused_by_name(decoder, name):
   nothing = object.__new__(decoder.KimiDecoder)

@@ -5,36 +5,20 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
 from kimi_k3.errors import InputError
-from kimi_k3.maxtext_adapter import register_engine
-from kimi_k3.maxtext_adapter.engine import Engine, abstract_model, checkpoint_path, concrete_rest
+from kimi_k3.maxtext_adapter.engine import (
+  Engine,
+  abstract_model,
+  check_axes,
+  check_slots,
+  checkpoint_path,
+  concrete_rest,
+)
 from kimi_k3.maxtext_adapter.settings import read_config
 from kimi_k3.resources import configs_dir
-
-
-@pytest.fixture
-def two_slots() -> Engine:
-  """An engine without a model: what is refused is refused before one is asked."""
-  engine = object.__new__(Engine)
-  engine._engine = types.SimpleNamespace(max_concurrent_decodes=2)
-  return engine
-
-
-@pytest.mark.parametrize("slot", [-1, 2, 99])
-def test_a_slot_that_does_not_exist_is_refused_as_it_would_be_clamped_onto_another_row(two_slots, slot):
-  assert two_slots.num_slots == 2
-  with pytest.raises(ValueError, match=f"slot {slot}: there are 2"):
-    two_slots.prefill(slot, np.zeros(4, np.int32), 4)
-
-
-@pytest.mark.parametrize("true_length", [0, -1, 5])
-def test_a_true_length_that_cannot_be_is_refused(two_slots, true_length):
-  with pytest.raises(ValueError, match=f"true_length {true_length} of 4 tokens"):
-    two_slots.prefill(0, np.zeros(4, np.int32), true_length)
 
 
 def test_there_is_no_model_without_a_checkpoint():
@@ -78,10 +62,23 @@ def test_an_engine_without_a_slot_is_refused(size):
     Engine(tiny(f"per_device_batch_size={size}"))
 
 
-def test_prompts_packed_in_one_row_are_refused_as_they_would_share_a_state():
-  register_engine()
-  from kimi_k3.maxtext_adapter.max_engine import KimiMaxEngine
+@pytest.mark.parametrize(
+  ("slots", "parts", "fits"), [(4, 2, True), (3, 2, False), (1, 2, False), (6, 4, False), (8, 4, True)]
+)
+def test_slots_that_the_mesh_does_not_cut_evenly_are_refused(slots, parts, fits):
+  rules = [("cache_batch", ("data", "fsdp"))]
+  mesh = {"data": parts, "fsdp": 1, "tensor": 3}
+  if fits:
+    check_slots(slots, rules, mesh)
+  else:
+    with pytest.raises(InputError, match=rf"{slots} slots .* over {parts} parts of the mesh \(data {parts}\)"):
+      check_slots(slots, rules, mesh)
 
-  engine = object.__new__(KimiMaxEngine)
-  with pytest.raises(NotImplementedError, match=r"packed prefill \(prefill_concat\) is not supported"):
-    engine.prefill_concat(params=None, padded_tokens=jnp.zeros(8, jnp.int32))
+
+def test_an_axis_of_a_leaf_that_no_rule_knows_is_refused_by_the_leafs_name():
+  _, model = abstract_model(tiny(), "train")
+  rules = tiny().logical_axis_rules
+  check_axes((model,), rules)
+  without = [rule for rule in rules if rule[0] != "q_lora_up_proj"]
+  with pytest.raises(InputError, match=r"no rule for q_lora_up_proj \(of decoder\.[a-z0-9_.]*wq_a\.kernel\)"):
+    check_axes((model,), without)
