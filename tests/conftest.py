@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
 import os
 import shlex
@@ -16,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,19 @@ TESTS = Path(__file__).resolve().parent
 REPO = TESTS.parent
 REFERENCE = TESTS / "reference"
 GOLDEN = TESTS / "golden"
+
+# Of numpy.testing, all that compare two values.
+NUMPY_COMPARISONS = (
+  "assert_allclose",
+  "assert_almost_equal",
+  "assert_approx_equal",
+  "assert_array_almost_equal",
+  "assert_array_almost_equal_nulp",
+  "assert_array_equal",
+  "assert_array_less",
+  "assert_array_max_ulp",
+  "assert_equal",
+)
 
 # Read by JAX when it is first imported, here and in every subprocess a test starts. A caller's own setting wins.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -59,6 +73,52 @@ class GoldenCase:
   def greedy(self) -> list[list[int]]:
     """Greedy continuation of each prompt, which ignores the end-of-turn token."""
     return [self.arrays[f"greedy_{i}"].tolist() for i in range(len(self.info["prompt_lengths"]))]
+
+
+def pytest_configure() -> None:
+  """Replaces numpy's comparisons before any test module can import them: they take NaN for equal to NaN."""
+  for name in NUMPY_COMPARISONS:
+    setattr(np.testing, name, _without_nan(getattr(np.testing, name)))
+
+
+_running_test = SimpleNamespace(nan_expected=False)
+
+
+@pytest.fixture(autouse=True)
+def _nan_is_equal_to_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+  """Lets NaN pass for equal in tests marked `nan_expected`, and in no other."""
+  _running_test.nan_expected = request.node.get_closest_marker("nan_expected") is not None
+  yield
+  _running_test.nan_expected = False
+
+
+def _without_nan(compare: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns numpy's comparison, which then fails where both sides hold NaN or a tolerance lets everything pass."""
+  signature = inspect.signature(compare)
+
+  @functools.wraps(compare)
+  def guarded(*args: Any, **kwargs: Any) -> Any:
+    __tracebackhide__ = True
+    arguments = signature.bind(*args, **kwargs).arguments
+    loose = {name: arguments[name] for name in ("rtol", "atol") if not np.isfinite(arguments.get(name, 0)).all()}
+    if loose:
+      raise AssertionError(f"finite tolerances expected, found {loose}: everything is within an infinite one")
+    result = compare(*args, **kwargs)
+    found, expected = list(arguments.values())[:2]
+    if not _running_test.nan_expected and _holds_nan(found) and _holds_nan(expected):
+      raise AssertionError("NaN on both sides, which this suite takes for different; mark the test nan_expected if not")
+    return result
+
+  return guarded
+
+
+def _holds_nan(value: Any) -> bool:
+  if isinstance(value, dict):
+    return any(_holds_nan(item) for item in value.values())
+  if isinstance(value, list | tuple):
+    return any(_holds_nan(item) for item in value)
+  array = np.asarray(value)
+  return bool(np.any(array != array))
 
 
 @pytest.fixture(autouse=True)

@@ -68,6 +68,29 @@ def test_what_stands_in_free_slots_does_not_matter(case, garbage):
     np.testing.assert_array_equal(mix(prefix, dirty, 2, query), mix(prefix, snapshots, 2, query))
 
 
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+def test_garbage_in_one_token_stays_in_that_token(case, garbage):
+  """A pad's or a row's: each token mixes the snapshots of its own stream alone."""
+  prefix, snapshots, query = case
+  hit = jnp.zeros((BATCH, TOKENS, 1), bool).at[0, 1].set(True)
+  dirty_prefix, dirty_snapshots = jnp.where(hit, garbage, prefix), jnp.where(hit[None], garbage, snapshots)
+  for mix in (traced, lambda p, s, c, q: attention_residual(p, s, c, q, EPS)):
+    found, clean = mix(dirty_prefix, dirty_snapshots, SLOTS, query), mix(prefix, snapshots, SLOTS, query)
+    np.testing.assert_array_equal(np.where(hit, 0, found), np.where(hit, 0, clean))
+    assert np.isnan(found[0, 1]).any()
+
+
+def test_each_token_is_mixed_as_if_it_were_alone(case):
+  prefix, snapshots, query = case
+  whole = attention_residual(prefix, snapshots, SLOTS, query, EPS)
+  for row, t in np.ndindex(BATCH, TOKENS):
+    at = np.s_[row : row + 1, t : t + 1]
+    alone = attention_residual(prefix[at], snapshots[:, *at], SLOTS, query, EPS)
+    np.testing.assert_allclose(alone, whole[at], rtol=0, atol=1e-6 * np.abs(whole).max())
+  permuted = attention_residual(prefix[::-1], snapshots[:, ::-1], SLOTS, query, EPS)
+  np.testing.assert_array_equal(permuted, whole[::-1])
+
+
 def test_large_scores_do_not_overflow(case):
   prefix, snapshots, query = case
   found = traced(prefix, snapshots, SLOTS, 1e3 * query)

@@ -109,6 +109,46 @@ def test_scores_far_beyond_the_range_of_exp_do_not_overflow(case, visible):
   assert_near(absorbed(scaled, visible), materialised(scaled, visible), 1e-3)
 
 
+def rows_of(case, rows):
+  nope, tail, to_key, to_value, latent, key_tail = case
+  return nope[rows], tail[rows], to_key, to_value, latent[rows], key_tail[rows]
+
+
+def test_rows_do_not_see_each_other(case, visible):
+  found = absorbed(case, visible)
+  for rows in ([2, 0, 1], [1]):
+    # One row's products may be summed in another order.
+    assert_near(absorbed(rows_of(case, np.array(rows)), visible[rows]), np.asarray(found)[rows], 1e-6)
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+def test_garbage_in_one_row_stays_in_that_row(case, visible, garbage):
+  nope, tail, to_key, to_value, latent, key_tail = case
+  nope, tail, latent, key_tail = (x.at[1].set(garbage) for x in (nope, tail, latent, key_tail))
+  found = absorbed((nope, tail, to_key, to_value, latent, key_tail), visible)
+  others = np.array([0, 2])
+  np.testing.assert_array_equal(found[others], absorbed(case, visible)[others])
+  assert np.isnan(found[1]).all()
+
+
+def test_latents_that_come_after_a_row_change_nothing_before_they_are_visible(case, visible):
+  """The places behind a row's own token hold what the slot's former row left there."""
+  nope, tail, to_key, to_value, latent, key_tail = case
+  before = absorbed(case, visible)
+  behind = jnp.asarray(~visible)[..., None]
+  former = (nope, tail, to_key, to_value, jnp.where(behind, latent[::-1], latent), jnp.where(behind, 3.0, key_tail))
+  np.testing.assert_array_equal(absorbed(former, visible), before)
+
+
+def test_a_row_that_sees_nothing_gets_zero(case, visible):
+  masked = visible.copy()
+  masked[1] = False
+  found = absorbed(case, masked)
+  np.testing.assert_array_equal(found[1], 0.0)
+  others = np.array([0, 2])
+  np.testing.assert_array_equal(found[others], absorbed(case, visible)[others])
+
+
 def test_no_array_has_keys_or_values_of_every_cached_token(case, visible):
   program = jax.make_jaxpr(lambda *arrays: absorbed(arrays, visible))(*case)
   sizes = [v.aval.size for eqn in program.eqns for v in eqn.outvars]

@@ -22,6 +22,7 @@ def test_every_prompt_length_then_steps_equals_one_pass(case, convert, float32_c
   out = convert(case.checkpoint, "--scan")
   tokens = np.random.default_rng(3).integers(0, 252, LONGEST + STEPS).astype(np.int32)
   whole = np.asarray(make_forward(float32_config(out))(tokens, len(tokens))[0])
+  assert np.isfinite(whole).all()
   config = float32_config(
     out,
     max_prefill_predict_length=LONGEST,

@@ -67,8 +67,8 @@ def run_kda(
     beta: Learning rate of the delta rule, in [0, 1].
     state: What the tokens before left behind; zeros at the start of a sequence.
     lower_bound: Of the decay gate, None for the softplus form.
-    valid: True at the real tokens of rows padded on the right; None when all are real. Nothing in a pad is read, and
-      its output is 0.
+    valid: True at the real tokens of padded rows; None when all are real. Nothing in a pad is read, its output is 0,
+      and a row without a real token keeps every bit of its state.
     resets: True where a packed document starts: it sees an empty state.
     implementation: "portable" (any length, backend and gate), "tokamax_xla_chunked" (lower_bound of at least -5) or
       "tokamax_mosaic" (the same, on TPU).
@@ -85,7 +85,13 @@ def run_kda(
     q, k, v, a, beta = (jnp.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, 0) for x in (q, k, v, a, beta))
     resets = None if resets is None else resets & valid
   call = _Call(q, k, v, a, a_log, dt_bias, beta, state, lower_bound, valid, resets)
-  return _step(call) if q.shape[1] == 1 else _CHUNKED[implementation](call)
+  o, after = _step(call) if q.shape[1] == 1 else _CHUNKED[implementation](call)
+  if valid is None:
+    return o, after
+  # Adding 0 to a state would change -0.0 and subnormals, and reading a broken one gives NaN at the pads.
+  has_token_B = jnp.any(valid, axis=1)
+  after = jnp.where(has_token_B[:, None, None, None], after, state.astype(jnp.float32))
+  return jnp.where(valid[..., None, None], o, 0.0), after
 
 
 def _check_supported(implementation: str, lower_bound: float | None, resets: Array | None) -> None:

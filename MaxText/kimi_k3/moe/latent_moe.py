@@ -47,8 +47,8 @@ class LatentMoE(nnx.Module):
     self.experts = Experts(config, compute, rngs)
     if config.expert_latent_dim is not None:
       size, latent, packed = config.hidden_size, config.expert_latent_dim, "latent" in config.packed_modules
-      self.down_proj = matrix(size, latent, packed=packed, axes=(EMBED, None), compute=compute, rngs=rngs)
-      self.up_proj = matrix(latent, size, packed=packed, axes=(None, EMBED), compute=compute, rngs=rngs)
+      self.down_proj = matrix(size, latent, packed=packed, axes=(EMBED, MLP), compute=compute, rngs=rngs)
+      self.up_proj = matrix(latent, size, packed=packed, axes=(MLP, EMBED), compute=compute, rngs=rngs)
       if config.latent_moe_use_norm:
         self.norm = RMSNorm(latent, eps=config.rms_norm_eps, dtype=compute.weight_dtype, axes=(None,))
     if config.num_shared_experts:

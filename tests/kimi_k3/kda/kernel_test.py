@@ -152,6 +152,132 @@ def test_packed_documents_see_an_empty_state_and_starts_in_pads_do_nothing(args,
     assert_close(state[row], after, PORTABLE_TOLERANCE)
 
 
+def test_state_is_keys_by_values():
+  """One token on an empty state writes beta k v^T, and two orthogonal keys fill two rows."""
+  k = jnp.array([[0.0, 3.0, 0.0], [0.0, 0.0, 5.0]])[None, :, None]
+  v, beta = jnp.array([[1.0, 2.0], [3.0, 4.0]])[None, :, None], jnp.full((1, 2, 1), 0.5)
+  closed = jnp.full(k.shape, -1e4)  # no decay
+  rest = (closed, jnp.zeros(1), jnp.zeros((1, 3)), beta, jnp.zeros((1, 1, 3, 2)))
+  expected = np.array([[[0.0, 0.0], [0.5, 1.0], [1.5, 2.0]]])
+  for implementation, length in (("portable", 1), ("portable", 2), ("tokamax_xla_chunked", 2)):
+    options = {"lower_bound": -5.0, "valid": None, "resets": None, "implementation": implementation}
+    _, state = _run(*cut((k, k, v, *rest), length), **options)
+    assert_close(state[0], np.where(np.arange(3)[None, :, None] <= length, expected, 0.0), TOKAMAX_TOLERANCE)
+
+
+def tokens_from(args, starts, count):
+  """`count` tokens of each row from where each row's prompt ends."""
+  places = np.asarray(starts)[:, None] + np.arange(count)
+  q, k, v, a, a_log, dt_bias, beta, state = args
+  q, k, v, a, beta = (x[np.arange(BATCH)[:, None], places] for x in (q, k, v, a, beta))
+  return q, k, v, a, a_log, dt_bias, beta, state
+
+
+@pytest.mark.parametrize("implementation", TOLERANCES)
+def test_steps_after_padded_prompts_carry_the_chunked_state_on(args, implementation):
+  """K and V differ, so a state that one of the two forms holds transposed does not even fit."""
+  prompts, steps = [61, 17, 1, 0], 4
+  valid = jnp.arange(LENGTH)[None] < jnp.array(prompts)[:, None]
+  (_, state), _ = padded_program(implementation)(args, valid)
+  assert state.shape == (BATCH, HEADS, KEY_DIM, VALUE_DIM)
+  tokens, outputs = tokens_from(args, prompts, steps), []
+  for t in range(steps):
+    token = (*(x[:, t : t + 1] for x in tokens[:4]), *tokens[4:6], tokens[6][:, t : t + 1], state)
+    o, state = _run(*token, lower_bound=-5.0, valid=None, resets=None, implementation=implementation)
+    outputs.append(o)
+  found = jnp.concatenate(outputs, axis=1)
+  for row, length in enumerate(prompts):
+    expected, after = exact(args, row, length + steps, -5.0)
+    assert_close(found[row], expected[length:], TOLERANCES[implementation])
+    assert_close(state[row], after, TOLERANCES[implementation])
+
+
+@pytest.mark.parametrize("implementation", TOLERANCES)
+def test_a_tail_of_one_to_three_tokens_on_a_carried_state_equals_the_reference_padded_or_not(args, implementation):
+  """Not padded: three, as one token is a step; chunked_test.py has more."""
+  lengths = [1, 2, 3, 0]
+  padded, _ = padded_program(implementation)(args, jnp.arange(LENGTH)[None] < jnp.array(lengths)[:, None])
+  bare = _run(*cut(args, 3), lower_bound=-5.0, valid=None, resets=None, implementation=implementation)
+  for (o, state), reals in ((padded, lengths), (bare, [3] * BATCH)):
+    for row, length in enumerate(reals):
+      expected, after = exact(args, row, length, -5.0)
+      assert_close(o[row, :length], expected, TOLERANCES[implementation])
+      assert_close(state[row], after, TOLERANCES[implementation])
+
+
+@pytest.mark.parametrize("implementation", TOLERANCES)
+def test_later_tokens_change_no_earlier_output(args, implementation):
+  """At the edges of tokens, of sub-chunks (16), of the two chunks of 48 that 65 tokens take, and of 64."""
+  everything = jnp.ones((BATCH, LENGTH), bool)
+  (o, _), _ = padded_program(implementation)(args, everything)
+  other = [x[::-1] for x in (*args[:4], args[6])]  # each row goes on as another
+  for t in (1, 15, 16, 17, 47, 48, 49, 63, 64):
+    early = jnp.arange(LENGTH)[None] < t
+    mixed = [
+      jnp.where(early.reshape(1, LENGTH, *(1,) * (x.ndim - 2)), x, y)
+      for x, y in zip((*args[:4], args[6]), other, strict=True)
+    ]
+    (found, _), _ = padded_program(implementation)((*mixed[:4], *args[4:6], mixed[4], args[7]), everything)
+    assert_close(found[:, :t], o[:, :t], 1e-6)
+    assert np.abs(found[:, t] - o[:, t]).max() > 1e-3  # the change is seen from t on
+
+
+# -0.0 and subnormals are changed by adding 0, a NaN's bits by any arithmetic.
+STRANGE = np.array([-0.0, 0.0, 1e-42, -1e-42, 1.5, np.inf, -np.inf, np.nan], np.float32)
+
+
+def bits(x):
+  return np.asarray(x).view(np.uint32)
+
+
+@pytest.mark.parametrize(
+  ("implementation", "length"), [("portable", 1), ("portable", LENGTH), ("tokamax_xla_chunked", LENGTH)]
+)
+def test_a_row_without_a_real_token_keeps_every_bit_of_its_state(args, valid, implementation, length):
+  strange = jnp.asarray(np.resize(STRANGE, args[-1].shape[1:]))
+  valid = valid[:, :length].at[1].set(False)
+  empty = np.flatnonzero(~np.asarray(valid).any(axis=1))
+  assert set(empty) == {1, 3}
+  state = args[-1].at[empty].set(strange)
+  for garbage in (jnp.nan, jnp.inf, -0.0):
+    given = (*with_garbage(cut(args, length), valid, garbage)[:-1], state)
+    if length == 1:
+      o, after = _run(*given, lower_bound=-5.0, valid=valid, resets=None, implementation=implementation)
+    else:
+      (o, after), _ = padded_program(implementation)(given, valid)
+    np.testing.assert_array_equal(bits(after[empty]), bits(state[empty]))
+    np.testing.assert_array_equal(o[empty], 0.0)
+    others = np.array([0, 2])
+    assert np.isfinite(o[others]).all()
+    assert np.isfinite(after[others]).all()
+
+
+@pytest.mark.parametrize("implementation", TOLERANCES)
+def test_a_nan_in_one_row_changes_no_bit_of_the_others(args, valid, implementation):
+  (o, state), _ = padded_program(implementation)(args, valid)
+  poisoned = tuple(x.at[0].set(jnp.nan) for x in args[:4])
+  (o_found, state_found), _ = padded_program(implementation)((*poisoned, *args[4:]), valid)
+  np.testing.assert_array_equal(o_found[1:], o[1:])
+  np.testing.assert_array_equal(state_found[1:], state[1:])
+  assert np.isnan(state_found[0]).any()
+
+
+def test_small_updates_are_not_lost_in_a_large_state_when_the_inputs_are_bfloat16(args):
+  """A token adds 2^-11 of the state: in bfloat16, which holds 2^-8, a hundred of them would add nothing."""
+  token = cut(args, 1)
+  k = jnp.ones((BATCH, 1, HEADS, KEY_DIM), jnp.bfloat16)
+  v = jnp.full((BATCH, 1, HEADS, VALUE_DIM), KEY_DIM**0.5 + 1.0, jnp.bfloat16)
+  closed, state = jnp.full(k.shape, -1e4, jnp.bfloat16), jnp.ones_like(args[-1])
+  beta = jnp.full((BATCH, 1, HEADS), 2.0**-9)
+  expected = 1.0
+  for _ in range(100):
+    o, state = portable(k, k, v, closed, *token[4:6], beta, state, lower_bound=-5.0, valid=None, resets=None)
+    expected += 2.0**-9 * KEY_DIM**-0.5 * (float(v[0, 0, 0, 0]) - KEY_DIM**0.5 * expected)
+  assert (o.dtype, state.dtype) == (jnp.float32, jnp.float32)
+  assert expected > 1.02
+  assert_close(state, np.full(state.shape, expected), 100 * 6e-8)  # each step rounds the state
+
+
 def test_gradients_are_finite_and_the_same_in_both_implementations(args, valid):
   (_, expected), (_, found) = (padded_program(name)(args, valid) for name in TOLERANCES)
   for a, b in zip(found, expected, strict=True):

@@ -64,6 +64,64 @@ def test_split_at_any_place_equals_the_whole(case, width):
     np.testing.assert_array_equal(history, last)
 
 
+@pytest.mark.parametrize("tail", [1, 2, 3])
+def test_a_tail_shorter_than_the_history_equals_the_whole_padded_or_not(case, tail):
+  x, taps, _ = case
+  whole, last = short_conv(x, taps, None)
+  cut = LENGTH - tail
+  _, history = short_conv(x[:, :cut], taps, None)
+  padded = jnp.concatenate([x[:, cut:], jnp.full_like(x[:, :4], jnp.nan)], axis=1)
+  valid = jnp.broadcast_to(jnp.arange(tail + 4)[None] < tail, padded.shape[:2])
+  for y, new_history in (short_conv(x[:, cut:], taps, history), short_conv(padded, taps, history, valid=valid)):
+    np.testing.assert_array_equal(y[:, :tail], whole[:, cut:])
+    np.testing.assert_array_equal(new_history, last)
+
+
+@pytest.mark.parametrize("history", ["none", "zeros"])
+@pytest.mark.parametrize("left", [1, 2, 3, 4, 8])
+def test_pads_on_the_left_of_a_fresh_row_leak_into_no_tap_and_into_no_history(case, left, history):
+  x, taps, empty = case
+  count, right = LENGTH - left, 2  # pads on both sides
+  rows = jnp.pad(x[:, :count], ((0, 0), (left, right), (0, 0)), constant_values=jnp.nan)
+  place = jnp.arange(left + count + right)[None]
+  valid = jnp.broadcast_to((place >= left) & (place < left + count), rows.shape[:2])
+  y, new_history = short_conv(rows, taps, None if history == "none" else 0 * empty, valid=valid)
+  expected, expected_history = short_conv(x[:, :count], taps, None)
+  np.testing.assert_array_equal(y[:, left : left + count], expected)
+  np.testing.assert_array_equal(new_history, expected_history)
+
+
+def test_later_inputs_change_no_earlier_output(case):
+  x, taps, history = case
+  y, _ = short_conv(x, taps, history)
+  for t in range(1, LENGTH):
+    found, _ = short_conv(x.at[:, t:].set(jnp.nan), taps, history)
+    np.testing.assert_array_equal(found[:, :t], y[:, :t])
+    assert np.isnan(found[:, t]).all()
+
+
+def test_rows_do_not_see_each_other(case):
+  x, taps, history = case
+  lengths = jnp.array([11, 4, 0])
+  valid = jnp.arange(LENGTH)[None] < lengths[:, None]
+  found = short_conv(x, taps, history, valid=valid)
+  for order in ([2, 0, 1], [1]):
+    rows = jnp.array(order)
+    for a, b in zip(short_conv(x[rows], taps, history[rows], valid=valid[rows]), found, strict=True):
+      np.testing.assert_array_equal(a, b[rows])
+  poisoned = short_conv(x.at[0].set(jnp.nan), taps, history.at[0].set(jnp.nan), valid=valid)
+  for a, b in zip(poisoned, found, strict=True):
+    np.testing.assert_array_equal(a[1:], b[1:])
+
+
+@pytest.mark.parametrize("length", [1, LENGTH])
+def test_a_row_without_a_real_input_keeps_every_bit_of_its_history(case, length):
+  x, taps, history = case
+  strange = jnp.resize(jnp.array([-0.0, 1e-42, jnp.inf, jnp.nan, 2.0]), history.shape)
+  _, after = short_conv(jnp.full_like(x[:, :length], jnp.nan), taps, strange, valid=jnp.zeros((BATCH, length), bool))
+  np.testing.assert_array_equal(*(np.asarray(a).view(np.uint32) for a in (after, strange)))
+
+
 def test_heads_and_head_channels_may_be_two_axes(case):
   x, taps, history = (a.repeat(2, axis=-1) for a in case)
   flat, flat_history = short_conv(x, taps, history)

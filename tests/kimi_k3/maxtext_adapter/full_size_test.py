@@ -165,6 +165,42 @@ def layers_of(leaf: Leaf) -> int:
   return leaf.shape[0] if "blocks" in leaf.path else 1
 
 
+def numbers_of(leaf: Leaf, layers: int) -> list[int]:
+  """0-based numbers of the layers a leaf belongs to: lead_3, tail_0, layers_17, or all of a place in the blocks."""
+  name = next(part for part in leaf.path if "_" in part and part.split("_")[-1].isdigit())
+  number = int(name.split("_")[-1])
+  if "blocks" in leaf.path:
+    return [4 + 4 * block + number for block in range(leaf.shape[0])]
+  return [number + (4 + 4 * ((layers - 5) // 4) if name.startswith("tail") else 0)]
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(("name", "mla_layers"), [("kimi-k3", 24), ("kimi-linear-48b-a3b", 7)])
+def test_a_layer_has_the_cache_of_its_kind_and_no_other(build, name, mla_layers, scan):
+  """24 latent caches and 69 states of K3, where a cache for each of 93 layers would take four times the room."""
+  model = build(name, scan=scan)
+  a = model.architecture
+  mla, kda = (sorted(i - 1 for i in layers) for layers in (a.full_attention_layers, a.kda_layers))
+  assert (len(mla), len(kda)) == (mla_layers, a.num_layers - mla_layers)
+  found = collections.defaultdict(list)
+  sizes = collections.Counter()
+  for leaf in model.cache:
+    found[leaf.path[-1]] += numbers_of(leaf, a.num_layers)
+    sizes[leaf.path[-1]] += leaf.nbytes
+  states = {"recurrent_state", "conv_state"}
+  assert {n: sorted(layers) for n, layers in found.items()} == {n: kda if n in states else mla for n in found}
+  assert states < set(found)
+  state_bytes = len(kda) * a.kda_num_heads * a.kda_head_dim**2 * 4
+  assert sizes["recurrent_state"] == SLOTS * state_bytes
+  latents = {n for n, size in sizes.items() if n not in states and size > SLOTS * CONTEXT * len(mla) * 8}
+  latent_bytes = (a.kv_lora_rank + a.qk_rope_head_dim) * len(mla) * 2  # a token, in bfloat16
+  assert sum(sizes[n] for n in latents) == SLOTS * CONTEXT * latent_bytes
+  if name == "kimi-k3":
+    assert (state_bytes, latent_bytes) == (434_110_464, 27_648)
+  # What else there is counts and masks the tokens: 16 bytes a token and layer at most.
+  assert sum(sizes[n] for n in set(found) - states - latents) <= SLOTS * (CONTEXT + 16) * len(mla) * 16
+
+
 def test_latents_are_576_elements_a_token_a_layer_over_24_layers(k3):
   latents = [x for x in k3.cache if x.path[-1].startswith("cached_") and x.path[-1].endswith(("key", "value"))]
   assert sum(layers_of(x) for x in latents) == 4 * 24  # latent and tail, of prompt and generated tokens

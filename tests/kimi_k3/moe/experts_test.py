@@ -78,6 +78,13 @@ def test_a_nan_in_one_token_stays_in_that_token():
   np.testing.assert_array_equal(jnp.isnan(found).any(axis=1), [False, True, False, False])
 
 
+def test_outputs_of_experts_are_summed_before_they_are_rounded():
+  # A bfloat16 holds 8 bits: 1 + 2^-12 would be 1.
+  x, ids, weights = jnp.ones((2, 4), jnp.bfloat16), jnp.array([[0, 1], [2, 0]]), jnp.full((2, 2), 0.5)
+  found = apply_experts(x, ids, weights, 3, lambda _, rows: jnp.full(rows.shape, 1 + 2.0**-12))
+  np.testing.assert_array_equal(found, np.full((2, 4), 1 + 2.0**-12, np.float32))
+
+
 @pytest.fixture(scope="module")
 def ckpt(k3_tiny):
   return k3_reference.load_checkpoint(k3_tiny.checkpoint)

@@ -65,6 +65,47 @@ def test_the_layer_is_the_references(name, request, float32_compute):
   np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())
 
 
+@pytest.fixture(scope="module", params=["k3", "kimi_linear"])
+def compiled(request, float32_compute):
+  """(compiled layer, hidden states of two rows of nine tokens)."""
+  ckpt = k3_reference.load_checkpoint(request.getfixturevalue(f"{request.param}_tiny").checkpoint)
+  config = request.getfixturevalue(f"{request.param}_config")
+  with nnx.use_eager_sharding(False):
+    moe = moe_of(ckpt, config, dataclasses.replace(float32_compute, weight_dtype=jnp.bfloat16))
+  h = jnp.asarray(np.random.default_rng(0).standard_normal((2, 9, config.hidden_size)), jnp.float32)
+  return jax.jit(moe.__call__), h
+
+
+def test_the_order_of_tokens_and_their_neighbours_do_not_matter(compiled):
+  moe, h = compiled
+  out, ids = moe(h)
+  swapped, swapped_ids = moe(h[::-1, ::-1])
+  np.testing.assert_array_equal(swapped_ids, ids[::-1, ::-1])
+  # The experts of a token are summed in the order of their numbers, the rows of a tile in no order.
+  bound = 1e-6 * np.abs(out).max()
+  np.testing.assert_allclose(swapped, out[::-1, ::-1], rtol=0, atol=bound)
+  for t in (0, 4, 8):
+    crowd = jnp.broadcast_to(h[1:, t : t + 1], h.shape).at[0, 0].set(h[0, 0])  # all but one choose alike
+    crowded, crowded_ids = moe(crowd)
+    np.testing.assert_array_equal(crowded_ids[0, 0], ids[0, 0])
+    np.testing.assert_allclose(crowded[0, 0], out[0, 0], rtol=0, atol=bound)
+    np.testing.assert_allclose(crowded[1, 3], out[1, t], rtol=0, atol=bound)
+  alone, alone_ids = moe(h[1:, 4:5])
+  np.testing.assert_array_equal(alone_ids[0, 0], ids[1, 4])
+  np.testing.assert_allclose(alone[0, 0], out[1, 4], rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
+def test_garbage_in_a_token_changes_no_bit_of_the_others_though_it_shares_their_experts_tiles(compiled, garbage):
+  moe, h = compiled
+  out, ids = moe(h)
+  hit = jnp.zeros((*h.shape[:2], 1), bool).at[1, 5:].set(True).at[0, 0].set(True)  # the pads of a row, and a token
+  found, found_ids = moe(jnp.where(hit, garbage, h))
+  np.testing.assert_array_equal(np.where(hit, 0, found), np.where(hit, 0, out))
+  np.testing.assert_array_equal(np.where(hit, 0, found_ids), np.where(hit, 0, ids))
+  assert np.isnan(found[1, 5:]).all()
+
+
 def parameters(config, compute) -> set[str]:
   moe = nnx.eval_shape(lambda: LatentMoE(config, compute, nnx.Rngs(0)))
   return {".".join(path) for path, _ in nnx.to_flat_state(nnx.state(moe, nnx.Param))}
