@@ -233,17 +233,24 @@ def _read_keys(text: Mapping[str, Any], wrapped: bool) -> dict[str, Any]:
 
 
 def _typed(value: Any, key: _Key, faults: list[str]) -> Any:
+  if fault := type_fault(key.hf, value, key):
+    faults.append(fault)
+    return value
+  if isinstance(value, list):
+    return tuple(value)
+  return float(value) if float in key.types and type(value) is int else value
+
+
+def type_fault(name: str, value: Any, key: _Key) -> str | None:
+  """What is wrong with the type of a value, under the name given. Whole numbers are floats too; true is not 1."""
   if value is None and key.nullable:
     return None
   if isinstance(value, bool) != (key.types == (bool,)) or not isinstance(value, key.types):
     expected = " or ".join(t.__name__ for t in key.types) + (" or null" if key.nullable else "")
-    faults.append(f"{key.hf} is {value!r}, expected {expected}")
-    return value
-  if isinstance(value, list):
-    if not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
-      faults.append(f"{key.hf} holds other things than layer numbers")
-    return tuple(value)
-  return float(value) if float in key.types and isinstance(value, int) else value
+    return f"{name} is {'null' if value is None else repr(value)}, expected {expected}"
+  if isinstance(value, list) and not all(type(v) is int for v in value):
+    return f"{name} holds other things than layer numbers"
+  return None
 
 
 def _name(field: str) -> str:

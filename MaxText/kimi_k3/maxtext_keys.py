@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from kimi_k3.config import KimiK3Config
+from kimi_k3.config import KimiK3Config, type_fault
+from kimi_k3.errors import InputError
 
 DECODER_BLOCK = "kimi_k3"
 
@@ -37,6 +39,12 @@ UPSTREAM_NAMES = {
 
 # Every other field is new to MaxText and keeps its name.
 NEW_NAMES = tuple(f.name for f in dataclasses.fields(KimiK3Config) if f.name not in UPSTREAM_NAMES)
+
+_SETTING_OF_KEY = {
+  field.metadata["key"].hf: UPSTREAM_NAMES.get(field.name, field.name)
+  for field in dataclasses.fields(KimiK3Config)
+  if field.metadata
+} | {"full_attn_layers": "full_attention_layers"}
 
 # What MaxText must be told about any model of this family, whatever its sizes.
 _FIXED = {
@@ -72,26 +80,22 @@ def to_maxtext(config: KimiK3Config, *, scan_layers: bool, dtype: str) -> dict[s
 
 
 def type_faults(keys: Mapping[str, Any]) -> list[str]:
-  """Returns what is wrong with settings as a user wrote them, before MaxText's lax types take true for 1.
+  """Returns what is wrong with settings as a user wrote them, before MaxText's lax types take true, "1" or 1.0 for 1.
 
   A null where a value is needed is named too: MaxText would take it for a field that was never set.
   """
   faults = []
   for field in dataclasses.fields(KimiK3Config):
     name, key = UPSTREAM_NAMES.get(field.name, field.name), field.metadata.get("key")
-    if key is None or name not in keys:
+    if name not in keys:
       continue
-    value, wants_bool = keys[name], key.types == (bool,)
-    if value is None:
-      if not key.nullable:
-        faults.append(f"{name} is null, expected {_expected(key.types)}")
-    elif isinstance(value, bool) != wants_bool:
-      faults.append(f"{name} is {value!r}, expected {_expected(key.types)}")
+    value = list(keys[name]) if isinstance(keys[name], tuple) else keys[name]
+    if key is None:  # how weights are stored
+      if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        faults.append(f"{name} is {'null' if value is None else repr(value)}, expected a list of names")
+    elif fault := type_fault(name, value, key):
+      faults.append(fault)
   return faults
-
-
-def _expected(types: tuple[type, ...]) -> str:
-  return " or ".join(t.__name__ for t in types)
 
 
 def from_maxtext(keys: Mapping[str, Any]) -> KimiK3Config:
@@ -106,4 +110,12 @@ def from_maxtext(keys: Mapping[str, Any]) -> KimiK3Config:
     value = keys[UPSTREAM_NAMES.get(field.name, field.name)]
     values[field.name] = tuple(value) if isinstance(value, list | tuple) else value
   values["q_lora_rank"] = values["q_lora_rank"] or None
-  return KimiK3Config(**values)
+  try:
+    return KimiK3Config(**values)
+  except InputError as error:
+    raise InputError(_in_maxtexts_words(str(error))) from error
+
+
+def _in_maxtexts_words(message: str) -> str:
+  """A refusal that speaks of config.json, with the names under which these settings were given."""
+  return re.sub(r"[\w.]+", lambda word: _SETTING_OF_KEY.get(word[0], word[0]), message)

@@ -266,6 +266,21 @@ def test_a_renamed_key_is_named_under_both_names(k3, key):
   assert refusal(k3) == f"config.json: missing key {key}; unknown key {key}_v2"
 
 
+@pytest.mark.parametrize("key", sorted(set(FIELD_OF_KEY) - set(ABSENT_IN_KIMI_LINEAR) - {"max_position_embeddings"}))
+def test_a_renamed_kimi_linear_key_is_named_under_both_names(kimi_linear, key):
+  held, name = scope(kimi_linear, key)
+  held[f"{name}_v2"] = held.pop(name)
+  assert refusal(kimi_linear) == f"config.json: missing key {key}; unknown key {key}_v2"
+
+
+@pytest.mark.parametrize("key", ABSENT_IN_KIMI_LINEAR)
+def test_a_misspelt_key_that_kimi_linear_may_leave_out_is_unknown_and_not_left_out(kimi_linear, key):
+  """Or K3's value under a wrong name would become Kimi-Linear's without a word."""
+  held, name = scope(kimi_linear, key)
+  held[f"{name}_v2"] = 1
+  assert refusal(kimi_linear) == f"config.json: unknown key {key}_v2"
+
+
 def test_an_unknown_key_is_named_wherever_it_stands(k3, kimi_linear):
   assert refusal(k3 | {"audio_config": {}}).startswith("config.json: unknown key(s) audio_config beside text_config")
   assert refusal(k3 | {"hidden_size": 64}).startswith("config.json: unknown key(s) hidden_size beside text_config")
@@ -303,7 +318,8 @@ def test_a_value_of_another_type_is_refused_with_its_key(k3, key):
   held, name = scope(k3, key)
   for wrong in wrong_values(key, held[name]):
     message = refusal(changed(k3, **{key.replace(".", "__"): wrong}))
-    assert message.startswith(f"config.json: {key} is {wrong!r}, expected ")
+    found = "null" if wrong is None else repr(wrong)
+    assert message.startswith(f"config.json: {key} is {found}, expected ")
 
 
 def test_whole_numbers_are_taken_for_floats(k3):
@@ -354,6 +370,41 @@ def test_a_switch_is_what_the_file_says_and_false_is_not_unset(k3, kimi_linear, 
     if key == "latent_moe_use_norm" and value and config is kimi_linear:
       continue  # has no latent to normalise
     assert getattr(read(changed(config, **{key.replace(".", "__"): value})), FIELD_OF_KEY[key]) is value
+
+
+def keys_of_type(*types: type) -> list[str]:
+  return [
+    f.metadata["key"].hf for f in dataclasses.fields(KimiK3Config) if f.metadata and f.metadata["key"].types == types
+  ]
+
+
+@pytest.mark.parametrize("key", keys_of_type(bool))
+def test_an_explicit_false_is_false_or_refused_by_name_and_null_is_neither(k3, kimi_linear, key):
+  for config in (k3, kimi_linear):
+    setting = {key.replace(".", "__"): False}
+    if key == "mla_use_nope":
+      assert f"{key} is False: only True is supported" in refusal(changed(config, **setting))
+    else:
+      assert getattr(read(changed(config, **setting)), FIELD_OF_KEY[key]) is False
+    assert f"{key} is null, expected bool" in refusal(changed(config, **{key.replace(".", "__"): None}))
+
+
+@pytest.mark.parametrize("key", [*keys_of_type(int), *keys_of_type(int, float)])
+def test_nought_is_nought_or_refused_by_name_and_never_unset(k3, kimi_linear, key):
+  for config in (k3, kimi_linear):
+    try:
+      value = getattr(read(changed(config, **{key.replace(".", "__"): 0})), FIELD_OF_KEY[key])
+    except InputError as error:
+      assert f"{key} is 0" in str(error)  # noqa: PT017
+    else:
+      assert value == 0
+      assert value is not None
+
+
+@pytest.mark.parametrize("key", keys_of_type(str))
+def test_an_empty_word_is_refused_by_name(k3, kimi_linear, key):
+  for config in (k3, kimi_linear):
+    assert f"{key} is ''" in refusal(changed(config, **{key: ""}))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The directory a conversion makes: what is in it, when it may be written, and how it appears all at once.
 
     OUT/0/items        what load_parameters_path takes          OUT/decode.yml   a complete MaxText config
-    OUT/config.json    the source's, and its tokenizer files    OUT/conversion.json   source, options, size
+    OUT/config.json    the source's, and its tokenizer files    OUT/conversion.json   source, options, checksums
 
 Everything is written to a directory beside OUT and renamed at the end, so an OUT that exists is complete.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import tqdm
 import yaml
 
-from kimi_k3 import maxtext_keys
+from kimi_k3 import checksums, maxtext_keys
 from kimi_k3.convert import write
 from kimi_k3.convert.index import Source
 from kimi_k3.convert.plan import Plan
@@ -32,7 +32,7 @@ from kimi_k3.errors import InputError
 
 DISTRIBUTION = "maxtext-kimi-k3"
 SCHEMA = 1
-RECORD = "conversion.json"
+RECORD = checksums.RECORD
 STEP = "0"
 PARAMETERS = f"{STEP}/items"
 COPIED_FILES = (
@@ -102,12 +102,12 @@ def convert(out: Path, source: Source, plan: Plan, *, workers: int, command: str
   decode = _decode_yml(source, plan, command)  # First: it costs nothing and may fail.
   out = out.resolve()  # TensorStore takes no path with `..` in it.
   with _appearing(out, plan) as temporary:
-    _write_arrays(temporary, source, plan, workers)
+    sums = _write_arrays(temporary, source, plan, workers)
     for name in COPIED_FILES:
       if (source.directory / name).is_file():
         shutil.copyfile(source.directory / name, temporary / name)
     (temporary / "decode.yml").write_text(decode)
-    (temporary / RECORD).write_text(json.dumps(_record(source, plan), indent=2) + "\n")
+    (temporary / RECORD).write_text(json.dumps(_record(source, plan, sums), indent=2) + "\n")
 
 
 @contextlib.contextmanager
@@ -181,7 +181,7 @@ def _swap(temporary: Path, out: Path, replaced: int | None) -> None:
   shutil.rmtree(old)
 
 
-def _write_arrays(directory: Path, source: Source, plan: Plan, workers: int) -> None:
+def _write_arrays(directory: Path, source: Source, plan: Plan, workers: int) -> dict[str, str]:
   step, lock = directory / STEP, threading.Lock()
   step.mkdir()
   with tqdm.tqdm(total=plan.nbytes, unit="B", unit_scale=True, unit_divisor=1024, desc="convert") as bar:
@@ -190,11 +190,11 @@ def _write_arrays(directory: Path, source: Source, plan: Plan, workers: int) -> 
       with lock:
         bar.update(nbytes)
 
-    write.write_checkpoint(step, source, plan.leaves, scan=plan.scan, workers=workers, progress=progress)
+    return write.write_checkpoint(step, source, plan.leaves, scan=plan.scan, workers=workers, progress=progress)
 
 
-def _record(source: Source, plan: Plan) -> dict[str, Any]:
-  """conversion.json: enough to recognise the conversion and to undo it."""
+def _record(source: Source, plan: Plan, sums: Mapping[str, str]) -> dict[str, Any]:
+  """conversion.json: enough to recognise the conversion, to undo it, and to recognise every leaf."""
   return {
     "schema": SCHEMA,
     "source": {
@@ -208,6 +208,7 @@ def _record(source: Source, plan: Plan) -> dict[str, Any]:
     "version": _version(),
     "leaves": len(plan.leaves),
     "bytes": plan.nbytes,
+    checksums.FIELD: sums,
   }
 
 

@@ -21,6 +21,7 @@ import ml_dtypes  # noqa: F401  (numpy learns the name bfloat16 from it)
 import numpy as np
 import tensorstore as ts
 
+from kimi_k3 import checksums
 from kimi_k3.convert import transforms
 from kimi_k3.convert.index import Source
 from kimi_k3.convert.mapping import Leaf, Piece
@@ -43,8 +44,8 @@ class Stopped(Exception):
 
 def write_checkpoint(
   directory: Path, source: Source, leaves: Sequence[Leaf], *, scan: bool, workers: int, progress: Callable[[int], Any]
-) -> None:
-  """Writes `directory`/items and the metadata beside it.
+) -> dict[str, str]:
+  """Writes `directory`/items and the metadata beside it, and returns the checksum of every leaf by its name.
 
   Args:
     directory: The step directory; must exist and be empty. TensorStore refuses a path with `..` in it.
@@ -60,9 +61,10 @@ def write_checkpoint(
   items = directory / "items"
   items.mkdir()
   context, stop = ts.Context(), threading.Event()
+  sums: dict[str, int] = {}  # each leaf is written by one worker, in the order of its bytes
 
   def write(group: Sequence[Leaf]) -> None:
-    for nbytes in write_group(items, group, source, context):
+    for nbytes in write_group(items, group, source, context, sums):
       progress(nbytes)
       if stop.is_set():
         raise Stopped
@@ -70,6 +72,11 @@ def write_checkpoint(
   _run_all(write, _groups(leaves), workers, stop)
   _write_json(items / "_METADATA", _tree_metadata(leaves))
   _write_json(directory / "_CHECKPOINT_METADATA", _checkpoint_metadata(scan))
+  return {_name(leaf): checksums.spelled(sums[_name(leaf)]) for leaf in leaves}
+
+
+def _name(leaf: Leaf) -> str:
+  return ".".join(leaf.path)
 
 
 def _run_all(
@@ -102,8 +109,10 @@ def _groups(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
   return groups
 
 
-def write_group(items: Path, group: Sequence[Leaf], source: Source, context: ts.Context) -> Iterator[int]:
-  """Writes a group of leaves and yields the bytes written after each step.
+def write_group(
+  items: Path, group: Sequence[Leaf], source: Source, context: ts.Context, sums: dict[str, int]
+) -> Iterator[int]:
+  """Writes a group of leaves, adds their checksums to `sums` and yields the bytes written after each step.
 
   A commit makes a few files and waits for the disk, so small leaves share one through a transaction, which holds them
   in memory until then. A leaf larger than that commits each run of slices.
@@ -111,7 +120,12 @@ def write_group(items: Path, group: Sequence[Leaf], source: Source, context: ts.
   small = sum(map(leaf_bytes, group)) <= RUN_BYTES
   transaction = ts.Transaction() if small else None
   for leaf in group:
-    yield from write_leaf(_create(items, leaf, context, transaction), leaf, source)
+    array, name = _create(items, leaf, context, transaction), _name(leaf)
+    for part in write_leaf(array, leaf, source):
+      sums[name] = checksums.extend(sums.get(name, 0), part)
+      nbytes = part.nbytes
+      del part  # not held while the next one is made
+      yield nbytes
   if transaction is not None:
     with _storing():
       transaction.commit_sync()
@@ -128,11 +142,11 @@ def _storing() -> Iterator[None]:
     raise InputError(f"the checkpoint cannot be written, is the disk full? ...{reason}") from error
 
 
-def write_leaf(array: ts.TensorStore, leaf: Leaf, source: Source) -> Iterator[int]:
-  """Writes one leaf piece by piece and yields the bytes written after each step."""
+def write_leaf(array: ts.TensorStore, leaf: Leaf, source: Source) -> Iterator[np.ndarray]:
+  """Writes one leaf piece by piece and yields each part when it is written, in the order of the leaf's bytes."""
   rows = _chunk_rows(leaf)
   if leaf.slice_shape and rows < leaf.slice_shape[0]:
-    for piece in leaf.pieces:
+    for piece in sorted(leaf.pieces):
       yield from _write_rows(array, leaf, piece, source, rows)
   else:
     for run in _runs(leaf):
@@ -175,7 +189,7 @@ def _slice(leaf: Leaf, piece: Piece, source: Source) -> np.ndarray:
   return transforms.apply(leaf.transform, piece.names, source.read, leaf.slice_shape)
 
 
-def _write_run(array: ts.TensorStore, leaf: Leaf, run: list[Piece], source: Source) -> int:
+def _write_run(array: ts.TensorStore, leaf: Leaf, run: list[Piece], source: Source) -> np.ndarray:
   buffer = np.empty((len(run), *leaf.slice_shape), leaf.dtype)
   for i, piece in enumerate(run):
     buffer[i] = _slice(leaf, piece, source)
@@ -184,17 +198,17 @@ def _write_run(array: ts.TensorStore, leaf: Leaf, run: list[Piece], source: Sour
   # The buffer is never written to again, so TensorStore need not copy it.
   with _storing():
     target.write(buffer if first else buffer[0], can_reference_source_data_indefinitely=True).result()
-  return buffer.nbytes
+  return buffer
 
 
-def _write_rows(array: ts.TensorStore, leaf: Leaf, piece: Piece, source: Source, rows: int) -> Iterator[int]:
+def _write_rows(array: ts.TensorStore, leaf: Leaf, piece: Piece, source: Source, rows: int) -> Iterator[np.ndarray]:
   """One large piece, a chunk of rows at a time: a transposed view is copied only so far."""
   whole, target = _slice(leaf, piece, source), array[piece.index] if piece.index else array
   for start in range(0, whole.shape[0], rows):
     part = np.ascontiguousarray(whole[start : start + rows])
     with _storing():
       target[start : start + len(part)].write(part, can_reference_source_data_indefinitely=True).result()
-    yield part.nbytes
+    yield part
 
 
 def _create(items: Path, leaf: Leaf, context: ts.Context, transaction: ts.Transaction | None) -> ts.TensorStore:

@@ -2,11 +2,13 @@
 
 MaxText's own loader casts dtypes, un-transposes, repeats a half-width array and ignores extra keys, and it makes the
 whole model from random numbers first. So tree, shapes and dtypes are compared here, from the checkpoint's metadata
-alone, and only an exact fit is loaded, straight into the shards that hold it.
+alone, and only an exact fit is loaded, straight into the shards that hold it. Beside a conversion's record the content
+of the smaller leaves is compared too.
 """
 
 from __future__ import annotations
 
+import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -15,10 +17,14 @@ import jax
 import numpy as np
 from flax import nnx
 
+from kimi_k3 import checksums
 from kimi_k3.errors import InputError
 
 _SHOWN = 6  # offenders named in full; more are counted
 _METADATA_FILE = "_METADATA"
+# 2 GiB: of leaves, the smallest first, whose content is compared on loading. Takes some seconds whatever the model, and
+# covers every leaf that keeps its shape when two of its axes are swapped, also at full size. JAX keeps the host's copy.
+CHECKED_BYTES = 2 * 1024**3
 
 
 def model_leaves(abstract_model: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
@@ -83,13 +89,15 @@ def load_params(path: str, abstract: nnx.State) -> nnx.State:
     abstract: State of nnx.Param whose values are ShapeDtypeStructs with shardings.
 
   Raises:
-    InputError: if tree, shapes or dtypes differ from the checkpoint's, or its data cannot be read.
+    InputError: if tree, shapes or dtypes differ from the checkpoint's, the mesh does not divide a leaf, the data cannot
+      be read, or a leaf's content is not what was converted.
   """
   import orbax.checkpoint as ocp
 
   flat = nnx.to_flat_state(abstract)
   names = {path: ".".join(map(str, path)) for path, _ in flat}
   check_fit({names[p]: jax.ShapeDtypeStruct(v.shape, v.dtype) for p, v in flat}, stored_leaves(path), path)
+  check_cuts({names[p]: v for p, v in flat})
   target = nnx.to_pure_dict(jax.tree.map(lambda leaf: leaf, abstract))
   restore_args = jax.tree.map(
     lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), target
@@ -105,6 +113,7 @@ def load_params(path: str, abstract: nnx.State) -> nnx.State:
     reason = " ".join(str(error.__cause__ or error).split())[:300]
     raise InputError(f"{path}: cannot be read: {reason}; convert again") from error
   nnx.replace_by_pure_dict(abstract, restored["params"]["params"])
+  check_content({names[p]: v[...] for p, v in nnx.to_flat_state(abstract)}, recorded_checksums(path), path)
   return abstract
 
 
@@ -118,20 +127,73 @@ def check_fit(model: Mapping[str, jax.ShapeDtypeStruct], stored: Mapping[str, ja
       faults.append(f"{name} is {_describe(found)}, expected {_describe(expected)}")
   if not faults:
     return
+  raise InputError(f"{path} does not fit the config: {_shown(faults)}. {_likely_cause(model, stored)}")
+
+
+def check_cuts(leaves: Mapping[str, Any]) -> None:
+  """Raises InputError if the mesh would cut a leaf into unequal parts: nothing is padded."""
+  faults = []
+  for name, leaf in leaves.items():
+    try:
+      leaf.sharding.shard_shape(leaf.shape)
+    except ValueError:
+      cuts = {axis: size for axis, size in leaf.sharding.mesh.shape.items() if size > 1}
+      faults.append(f"{name} {list(leaf.shape)} by {tuple(leaf.sharding.spec)} of {cuts}")
+  if faults:
+    raise InputError(f"the mesh does not divide {_shown(faults)}: set parallelism to sizes that do")
+
+
+def recorded_checksums(path: str) -> dict[str, str]:
+  """Returns what `convert` recorded of each leaf in OUT/0/items; nothing for a checkpoint that it did not write.
+
+  Raises:
+    InputError: if there is a record that cannot be read.
+  """
+  from etils import epath
+
+  record = epath.Path(path).parent.parent / checksums.RECORD
+  if not record.is_file():
+    return {}
+  try:
+    return dict(json.loads(record.read_text()).get(checksums.FIELD, {}))  # the first conversions have none
+  except (AttributeError, TypeError, ValueError, OSError) as error:
+    raise InputError(f"{record}: cannot be read: {' '.join(str(error).split())}; convert again") from error
+
+
+def check_content(leaves: Mapping[str, Any], recorded: Mapping[str, str], path: str) -> None:
+  """Raises InputError if one of the smallest leaves, CHECKED_BYTES of them together, is not what was recorded of it."""
+  faults, left = [], CHECKED_BYTES
+  owners = {checksum: name for name, checksum in recorded.items()}
+  for name, leaf in sorted(leaves.items(), key=lambda item: item[1].nbytes) if recorded else ():
+    left -= leaf.nbytes
+    if left < 0:
+      break
+    if not leaf.is_fully_addressable:  # spread over several hosts: none of them has all its bytes
+      continue
+    found = checksums.spelled(checksums.extend(0, np.asarray(leaf)))
+    if found != recorded.get(name):
+      whose = f", which is {owners[found]}" if found in owners else ""
+      faults.append(f"{name} has checksum {found}{whose}, recorded is {recorded.get(name, 'none')}")
+  if faults:
+    raise InputError(f"{path} is not what was converted: {_shown(faults)}. Convert again")
+
+
+def _shown(faults: list[str]) -> str:
   more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-  raise InputError(
-    f"{path} does not fit the config: {'; '.join(faults[:_SHOWN])}{more}. {_likely_cause(model, stored)}"
-  )
+  return f"{'; '.join(faults[:_SHOWN])}{more}"
 
 
 def _describe(leaf: jax.ShapeDtypeStruct) -> str:
   return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def _likely_cause(model: Mapping[str, Any], stored: Mapping[str, Any]) -> str:
+def _likely_cause(model: Mapping[str, jax.ShapeDtypeStruct], stored: Mapping[str, jax.ShapeDtypeStruct]) -> str:
   def folded(names):
     return any(name.startswith("decoder.lead_") for name in names)
 
   if folded(model) != folded(stored):
     return f"The checkpoint was written with scan_layers: {str(folded(stored)).lower()}: set that, or convert again"
+  widths = {(leaf.dtype.name, stored[name].dtype.name) for name, leaf in model.items() if name in stored}
+  if widths & {("float32", "bfloat16"), ("bfloat16", "float32")}:
+    return "Use the weight_dtype and float32_leaves of the decode.yml that was written with the checkpoint"
   return "Use the decode.yml that was written with the checkpoint"

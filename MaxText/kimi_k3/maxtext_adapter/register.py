@@ -14,7 +14,7 @@ from typing import Any
 
 from kimi_k3.errors import InputError
 from kimi_k3.maxtext_adapter.quiet import quiet
-from kimi_k3.maxtext_keys import DECODER_BLOCK, REQUIRED_KEYS
+from kimi_k3.maxtext_keys import DECODER_BLOCK, NEW_NAMES, REQUIRED_KEYS
 
 SUPPORTED_VERSIONS = ("0.2.5",)
 _ENUM_NAME = "KIMI_K3"
@@ -149,7 +149,8 @@ def _extra_settings(pyconfig: Any, argv: list[str] | None, kwargs: dict[str, Any
   """Settings that MaxText would not find by itself: the model's YAML from our package, an absolute checkpoint path.
 
   Raises:
-    ValueError: for a model of ours whose YAML is nowhere, that lacks a key, or that the command line contradicts.
+    ValueError: for a model of ours whose YAML is nowhere, that lacks a key or has an unknown one, or that the command
+      line contradicts.
   """
   path, arguments = pyconfig._resolve_or_infer_config(argv, **kwargs)
   given = command_line(arguments) | kwargs
@@ -157,10 +158,10 @@ def _extra_settings(pyconfig: Any, argv: list[str] | None, kwargs: dict[str, Any
   name = given.get("model_name", own.get("model_name", "default"))
   model, found_by_maxtext = _model_settings(pathlib.Path(path), name)
   known = own | model | given
+  if faults := _key_faults(known, name):
+    raise ValueError("; ".join(faults))
   if known.get("decoder_block") != DECODER_BLOCK:
     return {}
-  if missing := sorted(REQUIRED_KEYS - set(known)):
-    raise ValueError(f"missing {', '.join(missing)} (model_name is {name}): MaxText's own defaults would be used")
   said_otherwise = _contradictions(model, own | given, allowed=bool(known.get("override_model_config")))
   extra = ({} if found_by_maxtext else model) | said_otherwise
   extra = {key: value for key, value in extra.items() if key not in given}
@@ -168,6 +169,23 @@ def _extra_settings(pyconfig: Any, argv: list[str] | None, kwargs: dict[str, Any
   if checkpoint and "load_parameters_path" not in given:
     extra["load_parameters_path"] = checkpoint
   return extra
+
+
+def _key_faults(known: dict[str, Any], model_name: str) -> list[str]:
+  """All keys that a config of ours lacks, and all that nobody knows: MaxText stops at the first of these alone."""
+  ours = "decoder_block" not in known and bool(known.keys() & set(NEW_NAMES))  # it lost its block
+  if known.get("decoder_block") != DECODER_BLOCK and not ours:
+    return []
+  from kimi_k3.maxtext_adapter.config import KimiMaxTextConfig
+
+  fields = KimiMaxTextConfig.model_fields
+  known_to_maxtext = set(fields).union(*(getattr(field.annotation, "model_fields", ()) for field in fields.values()))
+  faults = []
+  if missing := sorted(REQUIRED_KEYS - known.keys()):
+    faults.append(f"missing {', '.join(missing)} (model_name is {model_name}): MaxText's own defaults would be used")
+  if unknown := sorted(known.keys() - known_to_maxtext - {"base_config"}):
+    faults.append(f"unknown key {', '.join(unknown)}")
+  return faults
 
 
 def command_line(arguments: Sequence[str]) -> dict[str, Any]:

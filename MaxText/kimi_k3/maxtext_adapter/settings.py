@@ -68,6 +68,7 @@ def read_config(path: str, settings: Sequence[str], **derived: Any) -> Any:
     InputError: naming every key that is unknown, missing, of a wrong type or not supported.
   """
   register()
+  import jax
   from maxtext.configs import pyconfig
 
   explicit = explicit_settings(path, settings)
@@ -85,6 +86,8 @@ def read_config(path: str, settings: Sequence[str], **derived: Any) -> Any:
       f"{path}: decoder_block is {config.decoder_block.value}, expected {DECODER_BLOCK}: give model_name=kimi-k3 or "
       "use the decode.yml of a converted checkpoint"
     )
+  if config.attention == "flash" and jax.default_backend() == "cpu":  # MaxText would say so in the middle of a trace
+    raise InputError(f"{path}: attention is flash, which the cpu backend lacks: set dot_product or autoselected")
   return config
 
 

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from kimi_k3.cli import convert
 from kimi_k3.convert import index
@@ -108,4 +113,74 @@ def test_bad_data_is_refused_by_name_and_leaves_nothing(k3_tiny, tmp_path, suffi
   for experts in ("as-stored", "bf16"):
     with pytest.raises(InputError, match=f"{tensor.name}: {message}"):
       run(src, tmp_path / "out", "--experts", experts)
+  assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+FIRST, SECOND = (f"model-0000{i}-of-000003.safetensors" for i in (1, 2))
+
+
+def remove(src: Path) -> None:
+  (src / SECOND).unlink()
+
+
+def truncate(src: Path) -> None:
+  (src / SECOND).write_bytes((src / SECOND).read_bytes()[:-1000])
+
+
+def name_a_missing_shard(src: Path) -> None:
+  edit_index(src, lambda shards: shards | {"language_model.lm_head.weight": "model-00004-of-000003.safetensors"})
+
+
+def store_twice(src: Path) -> None:
+  edit_shards(src, lambda held, _: held.update({"language_model.lm_head.weight": np.zeros(1, np.float32)}))
+
+
+def edit_index(src: Path, edit: Callable[[dict], dict]) -> None:
+  content = json.loads((src / index.INDEX_FILE).read_text())
+  (src / index.INDEX_FILE).write_text(json.dumps(content | {"weight_map": edit(content["weight_map"])}))
+
+
+def edit_shards(src: Path, edit: Callable[[dict, str], object]) -> None:
+  """Rewrites every shard after edit(its tensors, its name)."""
+  for path in src.glob("*.safetensors"):
+    held = load_file(path)
+    edit(held, path.name)
+    save_file(held, path)
+
+
+DAMAGED_FILES = {
+  "a shard is missing": (remove, f"{SECOND}: cannot be read (No such file or directory)"),
+  "a shard is truncated": (truncate, f"{SECOND}: "),
+  "the index names a shard that is not there": (name_a_missing_shard, "model-00004-of-000003.safetensors: cannot be"),
+  "a tensor stands in several shards": (store_twice, f"language_model.lm_head.weight: stored in {FIRST} and in "),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_FILES)
+def test_damaged_files_are_refused_in_one_line_and_nothing_is_written(k3_tiny, tmp_path, refused, damage):
+  src = shutil.copytree(k3_tiny.checkpoint, tmp_path / "source")
+  make, said = DAMAGED_FILES[damage]
+  make(src)
+  assert said in refused("convert", src, tmp_path / "out")
+  assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+DAMAGED = "model.layers.1.self_attn.f_b_proj.weight"  # bfloat16 [128, 32] in both golden cases
+DAMAGED_TENSORS = {
+  "deleted": lambda held, name: held.pop(name),
+  "renamed": lambda held, name: held.update({name.replace("layers.1.", "layers.3."): held.pop(name)}),
+  "retyped": lambda held, name: held.update({name: held[name].astype(np.float32)}),
+  "transposed": lambda held, name: held.update({name: np.ascontiguousarray(held[name].T)}),
+  "halved": lambda held, name: held.update({name: held[name][:64]}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_TENSORS)
+@pytest.mark.parametrize("case", ["k3_tiny", "kimi_linear_tiny"])
+def test_a_damaged_tensor_is_refused_by_name_and_nothing_is_written(request, tmp_path, refused, case, damage):
+  src = shutil.copytree(request.getfixturevalue(case).checkpoint, tmp_path / "source")
+  name = DAMAGED if case == "kimi_linear_tiny" else f"language_model.{DAMAGED}"
+  edit_shards(src, lambda held, _: DAMAGED_TENSORS[damage](held, name) if name in held else None)
+  (src / index.INDEX_FILE).unlink()  # or it would name the tensor that is gone
+  assert name in refused("convert", src, tmp_path / "out").replace(":", "").split()
   assert [path.name for path in tmp_path.iterdir()] == ["source"]

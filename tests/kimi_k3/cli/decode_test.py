@@ -7,6 +7,8 @@ import json
 import shutil
 import subprocess
 import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -34,7 +36,7 @@ def decode_yml(five_layers) -> str:
   [
     (("no_such_key=1",), "unknown key no_such_key"),
     (("run_name=a", "run_name=b"), "run_name given twice"),
-    (("vocab_size=many",), "vocab_size: Input should be a valid integer"),
+    (("vocab_size=many",), "vocab_size is 'many', expected int"),
     (("ici_context_parallelism=2",), "ici_context_parallelism is 2: not supported by this model"),
     (("ici_pipeline_parallelism=2",), "ici_pipeline_parallelism is 2: not supported by this model"),
     (("ici_tensor_parallelism=3",), "kda_num_heads is 4, which tensor parallelism of 3 does not divide"),
@@ -117,6 +119,67 @@ def test_random_weights_are_never_decoded(refused, ids_file):
   assert "load_parameters_path is empty: give the OUT/0/items" in refused("decode", *words)
 
 
+def rewrite(out: Path, change: Callable[[dict], object]) -> None:
+  """Saves the converted checkpoint again by Orbax after change(its layers and the rest of its decoder)."""
+  import orbax.checkpoint as ocp
+
+  items = out / "0" / "items"
+  tree = ocp.PyTreeCheckpointer().restore(items)
+  change(tree["params"]["params"]["decoder"])
+  shutil.rmtree(items)
+  ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)).save(items, tree)
+
+
+def transpose(decoder: dict, name: str) -> None:
+  matrix = decoder["lead_1"]["mlp"]["shared_experts"][name]
+  matrix["kernel"] = np.ascontiguousarray(matrix["kernel"].T)
+
+
+def exchange(decoder: dict) -> None:
+  one, other = (decoder[layer]["attention"]["q_proj"] for layer in ("lead_0", "lead_1"))
+  one["kernel"], other["kernel"] = other["kernel"], one["kernel"]
+
+
+def halve_and_rename(decoder: dict) -> None:
+  decoder["decoder_norm"]["scale"] = decoder["decoder_norm"]["scale"][:32]
+  decoder["lead_0"]["input_normal"] = decoder["lead_0"].pop("input_norm")
+
+
+REWRITTEN = {
+  "nothing": (lambda _: None, ()),
+  "a leaf halved, one renamed": (
+    halve_and_rename,
+    (
+      "decoder.lead_0.input_norm.scale is missing; decoder.lead_0.input_normal.scale is not part of the model",
+      "decoder.decoder_norm.scale is bfloat16[32], expected bfloat16[64]",
+    ),
+  ),
+  "a square matrix transposed": (
+    lambda decoder: transpose(decoder, "up_proj"),
+    ("is not what was converted: decoder.lead_1.mlp.shared_experts.up_proj.kernel has checksum ",),
+  ),
+  "two leaves of one shape exchanged": (
+    exchange,
+    ("which is decoder.lead_1.attention.q_proj.kernel, ", "which is decoder.lead_0.attention.q_proj.kernel, "),
+  ),
+}
+
+
+@pytest.mark.parametrize("change", REWRITTEN)
+def test_a_converted_checkpoint_that_was_rewritten_is_refused_unless_it_is_the_same(
+  refused, capsys, ids_file, five_layers, tmp_path, change
+):
+  out = shutil.copytree(five_layers, tmp_path / "out")
+  make, said = REWRITTEN[change]
+  rewrite(out, make)
+  words = ("decode", out / "decode.yml", "--prompt-ids", ids_file([[1, 2, 3]]), "--max-new-tokens", "1")
+  if said:
+    message = refused(*words)
+    assert all(part in message for part in said), message
+  else:
+    assert len(rows_of(capsys, *words)) == 1
+
+
 @pytest.mark.parametrize("place", [0, 1, 3])
 def test_settings_may_stand_anywhere_after_the_config(refused, ids_file, decode_yml, place):
   words = [("--prompt-ids", ids_file()), ("--max-new-tokens", "4"), ("--ignore-eos",)]
@@ -129,20 +192,24 @@ class CountingEngine:
 
   def __init__(self, config):
     self.num_slots = int(config.per_device_batch_size)
-    self.broken = set()
+    self.slots = {}
 
-  def logits(self, tokens, slots) -> jnp.ndarray:
-    rows = 0.5 * np.eye(VOCABULARY, dtype=np.float32)[(np.asarray(tokens) + 1) % VOCABULARY]
-    rows[[i for i, slot in enumerate(slots) if slot in self.broken]] = np.nan
-    return jnp.asarray(rows)
+  def logits(self, token, broken) -> np.ndarray:
+    row = 0.5 * np.eye(VOCABULARY, dtype=np.float32)[(token + 1) % VOCABULARY]
+    return row * (np.nan if broken else 1)
 
-  def prefill(self, slot, tokens, true_length):
-    self.broken -= {slot}
-    self.broken |= {slot} if tokens[0] == 99 else set()
-    return self.logits([tokens[true_length - 1]], [slot])[0]
+  def prefill(self, tokens, true_length):
+    broken = tokens[0] == 99
+    return types.SimpleNamespace(logits=jnp.asarray(self.logits(tokens[true_length - 1], broken)), broken=broken)
+
+  def insert(self, prompt, *slots):
+    self.slots |= dict.fromkeys(slots, prompt.broken)
 
   def step(self, tokens):
-    return self.logits(tokens, range(self.num_slots))
+    return jnp.asarray([self.logits(token, self.slots.get(slot, True)) for slot, token in enumerate(tokens)])
+
+  def release(self, slot):
+    del self.slots[slot]
 
 
 @pytest.fixture
@@ -301,6 +368,27 @@ def test_text_is_decoded_to_the_end_token_of_the_config(greedy, with_tokenizer, 
     }
   ]  # fmt: skip
   assert SUMMARY in said.err
+
+
+@pytest.mark.usefixtures("counting")
+def test_a_row_stops_at_the_configs_end_token_also_when_the_tokenizer_names_another(capsys, ids_file, with_tokenizer):
+  """As in the release, whose tokenizer ends documents with one token and whose config ends turns with another."""
+  (with_tokenizer / "tokenizer_config.json").write_text(json.dumps({"eos_token": "d"}))
+  (with_tokenizer / "generation_config.json").write_text(json.dumps({"eos_token_id": ord("d")}))
+  words = (
+    "decode",
+    with_tokenizer / "decode.yml",
+    "--prompt-ids",
+    ids_file([[ord("b")], [252]]),
+    "--max-new-tokens",
+    "4",
+  )
+  on, stopped = rows_of(capsys, *words)  # the config says 254
+  assert (on["text"], on["finish_reason"]) == ("cdef", "length")
+  assert (stopped["ids"], stopped["finish_reason"]) == ([253, 254], "stop")
+  on, stopped = rows_of(capsys, *words, f"eos_token_id={ord('d')}")
+  assert (on["text"], on["finish_reason"]) == ("cd", "stop")
+  assert (stopped["ids"], stopped["finish_reason"]) == ([253, 254, 255, 0], "length")
 
 
 def test_a_refusal_of_the_installed_command_is_one_line(five_layers, tmp_path):

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from kimi_k3.convert import mapping, plan, storage
+from kimi_k3.convert import plan
 from kimi_k3.convert.plan import Options
 from kimi_k3.errors import InputError
 
@@ -162,38 +162,6 @@ def test_every_stored_tensor_fills_one_place_and_every_place_is_filled_once(k3_s
     used += [piece.names[-1] for piece in leaf.pieces]  # the last: scales also name the codes they are checked with
   text = [name for name in k3_source.tensors if name.startswith("language_model.")]
   assert sorted(used) == sorted(text)
-
-
-def halved(tensor):
-  """Another shape: the two sides of a matrix swapped where they differ, else half the rows."""
-  shape = tensor.shape[::-1] if tensor.shape != tensor.shape[::-1] else (tensor.shape[0] // 2, *tensor.shape[1:])
-  return dataclasses.replace(tensor, shape=shape)
-
-
-@pytest.mark.parametrize("source", ["k3", "kimi-linear", "all packed"])
-def test_every_tensor_deleted_renamed_misshapen_or_retyped_is_refused_by_name(source, small_sources, edited):
-  source = small_sources[source]
-  text = [name for name in source.tensors if not name.startswith(("vision_tower.", "mm_projector."))]
-  leaves = plan.make_plan(source, Options()).leaves  # What a single tensor is cannot change them.
-
-  def check(damaged):
-    storage.storage(damaged)
-    mapping.compare(leaves, storage.text_tensors(damaged))
-
-  assert len(text) > 130
-  for name in text:
-    tensor = source.tensors[name]
-    other = "F32" if tensor.dtype != "F32" else "BF16"
-    for damage in (
-      {name: None},
-      {name: None, f"{name}_": dataclasses.replace(tensor, name=f"{name}_")},
-      {name: halved(tensor)},
-      {name: dataclasses.replace(tensor, dtype=other)},
-    ):
-      with pytest.raises(InputError) as error:
-        check(edited(source, damage))
-      assert name in str(error.value), damage
-      assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ def test_the_record_names_source_options_and_size(converted, source):
   assert record["options"] == {"scan": True, "experts": "as-stored", "dense": "as-stored"}
   assert (record["leaves"], record["bytes"]) == (len(made.leaves), made.nbytes)
   assert record["stored"]["a_log_shape"] == [32]
+  assert list(record["checksums"]) == [".".join(leaf.path) for leaf in made.leaves]
 
 
 def test_the_same_conversion_is_recognised(converted, source):
@@ -214,6 +215,7 @@ def test_what_appears_meanwhile_is_not_replaced(converted, source, tmp_path, mon
   def finish_another(*_, **__):
     shutil.move(out, tmp_path / "moved") if existed else None
     shutil.copytree(converted, out)
+    return {}
 
   monkeypatch.setattr(write, "write_checkpoint", finish_another)
   with pytest.raises(InputError, match="changed while the conversion ran, nothing written"):

@@ -33,6 +33,7 @@ def test_a_layout_change_is_undone_byte_for_byte(transform, stored, leaf):
 def test_heads_become_an_axis_of_their_own_behind_the_input():
   weight = np.arange(2 * 3 * 4).reshape(6, 4)  # [H * K, D]: rows of head 0, then of head 1
   kernel = apply(Transform.TRANSPOSE, (4, 2, 3), x=weight)
+  assert kernel[:, 1, 0].tolist() == weight[3].tolist()
   assert kernel[:, 1, 2].tolist() == weight[5].tolist()
 
 

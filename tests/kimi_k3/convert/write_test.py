@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import threading
+import zlib
 
 import ml_dtypes
 import numpy as np
@@ -23,11 +24,15 @@ K3_LAYER_9 = "language_model.model.layers.9"  # 0-based; KDA with experts; index
 
 
 def written(source, directory, *, workers=2, **options):
-  """The plan and the directory of a checkpoint made from it."""
+  """The plan of a checkpoint that is written to the directory."""
+  return written_with_checksums(source, directory, workers=workers, **options)[0]
+
+
+def written_with_checksums(source, directory, *, workers=2, **options):
   planned = plan.make_plan(source, Options(**options))
   directory.mkdir()
-  write.write_checkpoint(directory, source, planned.leaves, scan=planned.scan, workers=workers, progress=lambda _: None)
-  return planned
+  quiet = {"workers": workers, "progress": lambda _: None}
+  return planned, write.write_checkpoint(directory, source, planned.leaves, scan=planned.scan, **quiet)
 
 
 def loaded(directory) -> dict[tuple[str, ...], np.ndarray]:
@@ -129,6 +134,17 @@ def test_the_result_depends_neither_on_workers_nor_on_chunk_sizes(small_sources,
   monkeypatch.setattr(write, "RUN_BYTES", 6_000)  # Experts of 2 KiB go in pairs, small leaves in many groups.
   planned = written(small_sources["k3"], tmp_path / "0", workers=1, scan=True, experts="bf16")
   check_against_source(planned, loaded(tmp_path / "0"), small_sources["k3"], reference)
+
+
+@pytest.mark.parametrize("sizes", [None, (10_000, 6_000)])
+def test_the_checksum_of_a_leaf_is_that_of_its_bytes_however_it_was_cut(small_sources, tmp_path, monkeypatch, sizes):
+  if sizes:
+    monkeypatch.setattr(write, "CHUNK_BYTES", sizes[0])
+    monkeypatch.setattr(write, "RUN_BYTES", sizes[1])
+  planned, sums = written_with_checksums(small_sources["k3"], tmp_path / "0", scan=True)
+  arrays = loaded(tmp_path / "0")
+  assert list(sums) == [".".join(leaf.path) for leaf in planned.leaves]
+  assert sums == {".".join(path): f"{zlib.crc32(array.tobytes()):08x}" for path, array in arrays.items()}
 
 
 def test_a_leaf_of_zeros_is_stored_all_the_same(k3_source, tmp_path):

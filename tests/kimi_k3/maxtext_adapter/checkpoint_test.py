@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,16 @@ import pytest
 from flax import nnx
 
 from kimi_k3.errors import InputError
-from kimi_k3.maxtext_adapter.checkpoint import check_fit, load_params, model_leaves, stored_leaves
+from kimi_k3.maxtext_adapter import checkpoint
+from kimi_k3.maxtext_adapter.checkpoint import (
+  check_content,
+  check_cuts,
+  check_fit,
+  load_params,
+  model_leaves,
+  recorded_checksums,
+  stored_leaves,
+)
 
 SHAPES = {
   ("embedder", "table"): ((8, 4), "bfloat16"),
@@ -218,7 +229,6 @@ def test_a_damaged_byte_of_a_converted_checkpoint_is_told_in_one_line(tiny_check
 @pytest.mark.parametrize("change", ["halved", "retyped"])
 def test_a_converted_checkpoint_with_one_changed_leaf_is_refused(tiny_checkpoint, convert, monkeypatch, change):
   """The model asks through its config; the stored metadata is changed on the way."""
-  from kimi_k3.maxtext_adapter import checkpoint
   from kimi_k3.maxtext_adapter.engine import make_forward
   from kimi_k3.maxtext_adapter.settings import read_config
 
@@ -237,3 +247,96 @@ def test_a_converted_checkpoint_with_one_changed_leaf_is_refused(tiny_checkpoint
     make_forward(read_config(str(out / "decode.yml"), []))
   found = "uint8[4, 32, 8]" if change == "halved" else "int8[4, 32, 16]"
   assert f"{name} is {found}, expected uint8[4, 32, 16]. Use the decode.yml" in str(error.value)
+
+
+SQUARE = np.arange(16, dtype=np.float32).reshape(4, 4)
+CONTENT = {"a.up": SQUARE, "a.gate": SQUARE + 1, "a.norm": np.ones(3, np.float32), "b.norm": np.ones(3, np.float32)}
+
+
+def recorded(**changes: np.ndarray) -> dict[str, str]:
+  arrays = CONTENT | {name.replace("__", "."): array for name, array in changes.items()}
+  return {name: f"{zlib.crc32(array.tobytes()):08x}" for name, array in arrays.items()}
+
+
+def on_device(**changes: np.ndarray) -> dict[str, jax.Array]:
+  arrays = CONTENT | {name.replace("__", "."): array for name, array in changes.items()}
+  return {name: jnp.asarray(array) for name, array in arrays.items()}
+
+
+def content_refusal(leaves: dict[str, jax.Array], sums: dict[str, str]) -> str:
+  with pytest.raises(InputError) as error:
+    check_content(leaves, sums, "OUT")
+  assert "\n" not in str(error.value)
+  return str(error.value).removeprefix("OUT is not what was converted: ").removesuffix(". Convert again")
+
+
+def test_leaves_as_they_were_recorded_are_accepted_and_so_are_leaves_without_a_record():
+  check_content(on_device(), recorded(), "OUT")
+  check_content(on_device(a__up=SQUARE.T), {}, "OUT")
+
+
+def test_a_square_leaf_that_was_transposed_is_named():
+  found, expected = (f"{zlib.crc32(array.tobytes()):08x}" for array in (SQUARE.T.copy(), SQUARE))
+  message = content_refusal(on_device(a__up=SQUARE.T), recorded())
+  assert message == f"a.up has checksum {found}, recorded is {expected}"
+
+
+def test_leaves_that_changed_places_are_named_with_each_other():
+  message = content_refusal(on_device(a__up=SQUARE + 1, a__gate=SQUARE), recorded())
+  up, gate = message.split("; ")
+  assert re.fullmatch(r"a.up has checksum \w{8}, which is a.gate, recorded is \w{8}", up)
+  assert re.fullmatch(r"a.gate has checksum \w{8}, which is a.up, recorded is \w{8}", gate)
+
+
+def test_a_leaf_that_was_never_recorded_is_named():
+  sums = recorded()
+  del sums["a.up"]
+  assert content_refusal(on_device(), sums).endswith("recorded is none")
+
+
+def test_the_smallest_leaves_are_compared_and_no_more_than_so_many_bytes_of_them(monkeypatch):
+  monkeypatch.setattr(checkpoint, "CHECKED_BYTES", 2 * 12 + 63)
+  check_content(on_device(a__up=SQUARE.T), recorded(), "OUT")  # 64 bytes
+  assert content_refusal(on_device(b__norm=np.zeros(3, np.float32)), recorded()).startswith("b.norm has checksum ")
+
+
+def test_sharded_leaves_are_compared_in_the_order_of_the_whole():
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+  place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+  check_content({"a.up": jax.device_put(SQUARE, place)}, recorded(), "OUT")
+
+
+def test_the_record_of_a_conversion_is_found_two_directories_above_and_other_checkpoints_have_none(tmp_path):
+  items = tmp_path / "out" / "0" / "items"
+  items.mkdir(parents=True)
+  assert recorded_checksums(str(items)) == {}
+  (tmp_path / "out" / "conversion.json").write_text(json.dumps({"schema": 1}))
+  assert recorded_checksums(str(items)) == {}
+  (tmp_path / "out" / "conversion.json").write_text(json.dumps({"schema": 1, "checksums": {"a": "00000000"}}))
+  assert recorded_checksums(str(items)) == {"a": "00000000"}
+
+
+@pytest.mark.parametrize(
+  "content", ["", "{", "[]", '{"checksums": 5}', '{"checksums": null}', '{"checksums": ["abc"]}']
+)
+def test_a_record_that_cannot_be_read_is_told(tmp_path, content):
+  (tmp_path / "conversion.json").write_text(content)
+  with pytest.raises(InputError, match=r"conversion\.json: cannot be read: .*; convert again") as error:
+    recorded_checksums(str(tmp_path / "0" / "items"))
+  assert "\n" not in str(error.value)
+
+
+def test_leaves_that_the_mesh_cuts_unevenly_are_named_and_never_padded():
+  """As when a size of -1 takes what is left of the devices, which nobody knows when the config is read."""
+  mesh = jax.sharding.AbstractMesh((3, 2), ("expert", "tensor"))
+
+  def leaf(*axes):
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+    return jax.ShapeDtypeStruct((16, 8), jnp.uint8, sharding=place)
+
+  check_cuts({"a": leaf(None, "tensor"), "b": leaf(("tensor",))})
+  with pytest.raises(InputError) as error:
+    check_cuts({"a": leaf(None, "tensor"), "mlp.experts.w1": leaf("expert"), "c": leaf(None, ("tensor", "expert"))})
+  message = str(error.value)
+  assert message.startswith("the mesh does not divide mlp.experts.w1 [16, 8] by ('expert',) of {'expert': 3, 'tensor")
+  assert "; c [16, 8] by (None, ('tensor', 'expert')) of " in message

@@ -13,7 +13,7 @@ from kimi_k3.maxtext_adapter.config import KimiMaxTextConfig, architecture, comp
 from kimi_k3.maxtext_adapter.settings import read_config
 from kimi_k3.maxtext_keys import NEW_NAMES, REQUIRED_KEYS, to_maxtext
 from kimi_k3.resources import configs_dir
-from kimi_k3.sharding import USED_AXES, check_rules
+from kimi_k3.sharding import USED_AXES, check_rules, mesh_axes
 
 # Each switch that this model refuses, at another value than the one it computes with.
 OTHER_VALUES = {
@@ -131,8 +131,8 @@ def test_scaling_by_length_is_refused(tiny):
     ("dtype=float16", "dtype is 'float16': this model supports 'bfloat16', 'float32' only"),
     ("ici_context_parallelism=2", "ici_context_parallelism is 2: not supported by this model, set it to 1"),
     ("dcn_pipeline_parallelism=4", "dcn_pipeline_parallelism is 4: not supported by this model, set it to 1"),
-    ("override_model_config=true situ_beta=true", "situ_beta is True, expected int or float"),
-    ("override_model_config=true attn_res_block_size=true", "attn_res_block_size is True, expected int"),
+    ("override_model_config=true situ_beta=true", "situ_beta is True, expected int or float or null"),
+    ("override_model_config=true attn_res_block_size=true", "attn_res_block_size is True, expected int or null"),
     ("override_model_config=true kda_full_rank_gate=1", "kda_full_rank_gate is 1, expected bool"),
     ("override_model_config=true kv_lora_rank=none", "kv_lora_rank is null, expected int"),
     ("ici_tensor_parallelism=3", "kda_num_heads is 4, which tensor parallelism of 3 does not divide"),
@@ -194,15 +194,27 @@ def test_sizes_that_the_mesh_would_cut_unevenly_are_refused(tiny, sizes, said):
 
 
 def test_maxtexts_rules_know_every_axis_that_is_used(tiny):
-  check_rules(name for name, _ in tiny.logical_axis_rules)
+  check_rules(tiny.logical_axis_rules, tiny.mesh_axes)
 
 
 def test_an_axis_without_a_rule_is_named():
   with pytest.raises(InputError, match="no rule for exp, mlp_moe: these axes would be replicated"):
-    check_rules(USED_AXES - {"exp", "mlp_moe"})
+    check_rules([(name, []) for name in USED_AXES - {"exp", "mlp_moe"}], ["tensor"])
+
+
+@pytest.mark.parametrize("axes", ["tensr", ["tensor", "tensr"]])
+def test_a_rule_that_names_no_axis_of_the_mesh_is_refused(axes):
+  with pytest.raises(InputError, match=r"names tensr \(of exp\): not among mesh_axes, which are data, tensor"):
+    check_rules([(name, axes if name == "exp" else []) for name in USED_AXES], ["tensor", "data"])
+
+
+def test_caches_are_cut_by_rows_unless_the_user_cuts_them_otherwise(tiny):
+  assert mesh_axes(tiny.logical_axis_rules, "cache_batch") == ("data", "fsdp", "fsdp_transpose", "expert")
+  own = read('logical_axis_rules=[["cache_batch",["data"]]]')
+  assert mesh_axes(own.logical_axis_rules, "cache_batch") == ("data",)
 
 
 def test_rules_that_replace_maxtexts_must_know_every_axis():
   rules = '[["q_heads",["tensor"]],["embed",["fsdp"]]]'
-  with pytest.raises(InputError, match=r"logical_axis_rules has no rule for cache_batch, .* embed_attn, .*exp,"):
+  with pytest.raises(InputError, match=r"has no rule for cache_batch_prefill, .* embed_attn, .*exp,"):
     read("override_logical_axis_rules=true", f"logical_axis_rules={rules}")

@@ -17,8 +17,8 @@ import yaml
 from kimi_k3 import resources
 from kimi_k3.errors import InputError
 from kimi_k3.maxtext_adapter import register
-from kimi_k3.maxtext_adapter.register import check_version
-from kimi_k3.maxtext_keys import REQUIRED_KEYS
+from kimi_k3.maxtext_adapter.register import _key_faults, check_version
+from kimi_k3.maxtext_keys import REQUIRED_KEYS, to_maxtext
 
 RUN = {
   "run_name": "test",
@@ -305,8 +305,64 @@ def test_a_key_the_model_yaml_lacks_is_named(configs, key):
     initialize(configs / "decode.yml", "model_name=kimi-k3-tiny")
 
 
+@pytest.fixture(params=["k3_config", "kimi_linear_config"])
+def decode_keys(request) -> dict[str, Any]:
+  """What a conversion writes into decode.yml."""
+  return to_maxtext(request.getfixturevalue(request.param), scan_layers=True, dtype="bfloat16")
+
+
+def test_every_required_key_of_a_converted_checkpoint_deleted_or_renamed_is_named(decode_keys):
+  assert set(decode_keys) >= REQUIRED_KEYS
+  assert _key_faults(decode_keys, "default") == []
+  for key in REQUIRED_KEYS:
+    others = {k: v for k, v in decode_keys.items() if k != key}
+    missing = f"missing {key} (model_name is default): MaxText's own defaults would be used"
+    assert _key_faults(others, "default") == [missing]
+    assert _key_faults(others | {f"{key}_v2": decode_keys[key]}, "default") == [missing, f"unknown key {key}_v2"]
+
+
+def test_all_missing_and_all_unknown_keys_are_named_at_once(decode_keys):
+  del decode_keys["vocab_size"], decode_keys["kda_layers"]
+  missing, unknown = _key_faults(decode_keys | {"vocab": 1, "kda_layer": [1]}, "default")
+  assert missing.startswith("missing kda_layers, vocab_size (")
+  assert unknown == "unknown key kda_layer, vocab"
+
+
+def test_keys_of_other_models_are_left_to_maxtext():
+  assert _key_faults({"decoder_block": "llama2", "no_such_key": 1}, "default") == []
+  assert _key_faults({"base_emb_dim": 8}, "default") == []
+
+
+# What decode.yml says beyond the required keys. Left out, MaxText's default is refused, or it is the same.
+NOT_REQUIRED = {
+  "mla_naive_kvcache": "mla_naive_kvcache is True: this model supports False only",
+  "enable_dropout": "enable_dropout is True: this model supports False only",
+  "param_scan_axis": "param_scan_axis is 1: this model supports 0 only",
+  "use_mla_absorbed_mqa": None,
+  "inhomogeneous_layer_cycle_interval": None,
+  "scan_layers": None,
+  "dtype": None,
+  "weight_dtype": None,  # float32, which no converted checkpoint fits: refused on loading (switches_test.py)
+}
+
+
+def test_a_key_that_may_be_left_out_is_refused_at_maxtexts_default_or_has_the_same(decode_keys, tmp_path):
+  assert set(decode_keys) - REQUIRED_KEYS == set(NOT_REQUIRED)
+  path = tmp_path / "decode.yml"
+  for key, said in NOT_REQUIRED.items():
+    path.write_text(yaml.safe_dump({"base_config": "base.yml"} | {k: v for k, v in decode_keys.items() if k != key}))
+    if said:
+      with pytest.raises(ValueError, match=said):
+        initialize(path)
+    elif key not in ("weight_dtype", "inhomogeneous_layer_cycle_interval"):
+      assert getattr(initialize(path), key) == decode_keys[key]
+
+
 def test_a_model_yaml_without_its_block_is_an_error(configs):
   edit(configs / "models" / "kimi-k3-tiny.yml", decoder_block=None)
+  with pytest.raises(ValueError, match=r"^missing decoder_block \(model_name is kimi-k3-tiny\): MaxText's own"):
+    initialize(configs / "decode.yml", "model_name=kimi-k3-tiny")
+  edit(configs / "models" / "kimi-k3-tiny.yml", decoder_block="llama2")
   with pytest.raises(ValueError, match="model_name is kimi-k3-tiny, but its YAML was not found"):
     initialize(configs / "decode.yml", "model_name=kimi-k3-tiny")
 

@@ -57,6 +57,18 @@ def test_equal_selection_scores_go_to_the_lowest_ids():
   assert route_one([0.5] * 6, [0.0, 0.0, 0.1, 0.0, 0.1, 0.1], num_selected=4)[0] == [2, 4, 5, 0]
 
 
+def test_biases_that_bfloat16_cannot_tell_apart_decide(k3_config, float32_compute):
+  compute = dataclasses.replace(float32_compute, dtype=jnp.bfloat16, weight_dtype=jnp.bfloat16)
+  router = Router(dataclasses.replace(k3_config, num_experts_per_token=1), compute, nnx.Rngs(0))
+  router.kernel[...] = jnp.zeros_like(router.kernel[...])  # every score is 0.5
+  bias = jnp.zeros(k3_config.num_experts).at[7].set(2.0).at[11].set(2.0 + 2**-10)
+  assert bias.astype(jnp.bfloat16)[7] == bias.astype(jnp.bfloat16)[11]
+  router.bias[...] = bias
+  ids, weights = router(jnp.ones((3, k3_config.hidden_size), jnp.bfloat16))
+  assert ids.tolist() == [[11]] * 3
+  assert weights.tolist() == [[0.5]] * 3
+
+
 def test_scores_that_vanish_give_no_nan():
   assert route_one([0.0, 0.0, 0.0], [0.0, 0.0, 0.0], renormalize=True)[1] == [0.0, 0.0]
 
