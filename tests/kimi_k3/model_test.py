@@ -153,6 +153,12 @@ def test_one_pass_equals_the_golden_case(golden_case, golden_form, float32_confi
   check_forward(float32_config(golden_form), Expected.of_golden(golden_case))
 
 
+@pytest.mark.slow
+def test_one_pass_by_tokamax_equals_the_golden_case(k3_hd128, convert, float32_config):
+  config = float32_config(convert(k3_hd128.checkpoint, "--scan"), "kda_implementation=tokamax_xla_chunked")
+  check_forward(config, Expected.of_golden(k3_hd128))
+
+
 @pytest.mark.parametrize(
   "golden_form",
   [pytest.param(form, marks=[] if form in (SCAN_STORED, UNROLLED_BF16) else pytest.mark.slow) for form in FORMS],

@@ -110,6 +110,7 @@ class KimiDecoder(nnx_decoders.NNXDecoder):
     *,
     deterministic: bool,
     model_mode: str,
+    one_document: bool = False,
     decoder_input_embeddings: Array | None = None,
   ) -> tuple[Array, Array, Array | None]:
     """Returns logits, what the final norm saw, and the chosen experts [MoE layers, B, T, S].
@@ -121,6 +122,7 @@ class KimiDecoder(nnx_decoders.NNXDecoder):
       segment_ids: [B, T], 0 in pads; MaxEngine gives none in a step.
       deterministic: MaxText's.
       model_mode: MaxText's.
+      one_document: No document starts inside a row. A prompt of MaxEngine is always one.
       decoder_input_embeddings: In place of the tokens' own.
     """
     embedded = self._apply_embedding(
@@ -134,7 +136,8 @@ class KimiDecoder(nnx_decoders.NNXDecoder):
     step = model_mode == MODEL_MODE_AUTOREGRESSIVE
     if step and tokens.shape[1] != 1:
       raise NotImplementedError(f"a decoding step takes one token a row, not {tokens.shape[1]}")
-    valid, resets = (positions >= 0, None) if step else _segments(segment_ids, model_mode)
+    packed = not one_document and model_mode != MODEL_MODE_PREFILL
+    valid, resets = (positions >= 0, None) if step else _segments(segment_ids, packed=packed)
     if valid is not None:
       embedded = jnp.where(valid[..., None], embedded, 0)  # a pad is 0 all the way up, whatever token stands in it
     upstream = {"positions": positions, "segment_ids": segment_ids, "model_mode": model_mode}
@@ -151,16 +154,15 @@ class KimiDecoder(nnx_decoders.NNXDecoder):
     return functools.partial(jax.checkpoint, policy=self.get_remat_policy(), prevent_cse=False)
 
 
-def _segments(segment_ids: Array | None, model_mode: str) -> tuple[Array | None, Array | None]:
+def _segments(segment_ids: Array | None, *, packed: bool) -> tuple[Array | None, Array | None]:
   """Which tokens are real, and where a packed document starts.
 
-  A pad has id 0. In training, documents packed in a row have different ids, and the recurrence starts anew where the id
-  changes; a prompt of MaxEngine is one document.
+  A pad has id 0. Documents packed in a row have different ids, and the recurrence starts anew where the id changes.
   """
   if segment_ids is None:
     return None, None
   valid = segment_ids != 0
-  if model_mode == MODEL_MODE_PREFILL:
+  if not packed:
     return valid, None
   before = jnp.pad(jax.lax.cummax(segment_ids, axis=1)[:, :-1], ((0, 0), (1, 0)))
   return valid, valid & (before != 0) & (segment_ids != before)

@@ -183,6 +183,7 @@ def make_forward(config: Any) -> Forward:
       (positions < true_length).astype(jnp.int32)[None],
       deterministic=True,
       model_mode=MODEL_MODE_TRAIN,
+      one_document=True,
     )
     return logits[0].astype(jnp.float32), None if chosen is None else chosen[:, 0]
 

@@ -6,8 +6,6 @@ import pytest
 
 from kimi_k3.maxtext_adapter.register import register
 
-TRAIN, PREFILL = "train", "prefill"
-
 
 @pytest.fixture(scope="module")
 def decoder():
@@ -30,14 +28,14 @@ def decoder():
   ],
 )
 def test_packed_documents_start_anew_where_the_id_changes(decoder, segment_ids, valid, resets):
-  found = decoder._segments(jnp.array([segment_ids]), TRAIN)
+  found = decoder._segments(jnp.array([segment_ids]), packed=True)
   expected = [[c == "1" for c in flags] for flags in (valid, resets)]
   np.testing.assert_array_equal(found[0][0], expected[0])
   np.testing.assert_array_equal(found[1][0], expected[1])
 
 
 def test_a_prompt_is_one_document(decoder):
-  valid, resets = decoder._segments(jnp.array([[1, 1, 0]]), PREFILL)
+  valid, resets = decoder._segments(jnp.array([[1, 1, 0]]), packed=False)
   np.testing.assert_array_equal(valid, [[True, True, False]])
   assert resets is None
 
