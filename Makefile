@@ -6,10 +6,11 @@ STAMP := $(VENV)/.stamp
 # Against a test that hangs, where coreutils has `timeout`; two idle cores need a sixth of it.
 TEST_BUDGET := $(if $(shell command -v timeout),timeout 3600)
 TEST_WORKERS := 2
+MINUTES := 15
 JAXTYPING := kimi_k3,beartype.beartype
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow check lock clean
+.PHONY: help install demo test test-slow soak mutations check lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +31,13 @@ test: $(STAMP) ## the tests, on CPU
 
 test-slow: $(STAMP) ## the rest of the numerical proof: every form of every checkpoint
 	@$(PYTEST) -m slow $(PYTEST_ARGS)
+
+soak: $(STAMP) ## random schedules of rows in slots, against each row alone, for MINUTES=15
+	@SOAK_MINUTES=$(MINUTES) JAX_PLATFORMS=cpu $(BIN)/pytest -q -s -n 0 --jaxtyping-packages=$(JAXTYPING) -k random_schedules \
+		tests/kimi_k3/slots_test.py $(PYTEST_ARGS)
+
+mutations: $(STAMP) ## every plausible misreading of the model, and the test that catches it
+	@JAX_PLATFORMS=cpu $(TEST_BUDGET) $(BIN)/python scripts/mutations.py --jobs $(TEST_WORKERS) $(MUTATIONS_ARGS)
 
 check: $(STAMP) ## lint, format and types
 	@status=0; \
