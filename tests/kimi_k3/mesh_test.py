@@ -1,4 +1,4 @@
-"""Several devices answer as one, and each holds its share. Simulated devices, in processes that make them: on_mesh.py."""
+"""Several devices answer as one, and each holds its share. Simulated devices, in processes of their own: on_mesh.py."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_mesh_answers_as_the_golden_case_and_each_device_holds_its_share(case_
   rows = math.prod(size for axis, size in mesh.items() if axis != "tensor")
   cut = {name: total / shard for name, (total, shard) in answer["params"].items() if is_big(name)}
   assert len(cut) > 50
-  # A group of 32 weights shares a scale, so packed experts are not cut along their input, which is the fsdp devices' axis.
+  # A group of 32 weights shares a scale, so packed experts are not cut along their input: the axis of fsdp devices.
   packed = {name for name in cut if name.endswith("_packed")}
   assert {cut[name] for name in packed} <= {experts}
   assert {cut[name] for name in cut.keys() - packed} == {experts * mesh.get("fsdp", 1)}

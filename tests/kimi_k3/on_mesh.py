@@ -1,4 +1,4 @@
-"""Runs cases on a mesh of simulated devices, in a process of its own that makes them: `on_mesh.py REQUEST.json OUT.json`.
+"""Runs cases on a mesh of simulated devices, in a process that makes them: `on_mesh.py REQUEST.json ANSWER.json`.
 
 A request is {"converted", "settings", "prompts", "new_tokens"}; its answer has the logits after each prompt, the greedy
 tokens, how often each program was traced, and of every parameter and cache how many bytes it has and how many of them
