@@ -11,7 +11,7 @@ LONGEST = max(LENGTHS)
 STEPS = 6  # past the prompt: further than the convolutions' memory of three
 
 
-@pytest.fixture(scope="module", params=["k3_tiny", "kimi_linear_tiny"])
+@pytest.fixture(scope="module", params=["k3_tiny", pytest.param("kimi_linear_tiny", marks=pytest.mark.slow)])
 def case(request):
   return request.getfixturevalue(request.param)
 

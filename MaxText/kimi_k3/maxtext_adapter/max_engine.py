@@ -86,11 +86,17 @@ class KimiMaxEngine(maxengine.MaxEngine):
 
   def init_decode_state(self, *arguments: Any, **keywords: Any) -> Any:
     """Returns the decode state with all slots empty."""
-    state = super().init_decode_state(*arguments, **keywords)
-    values = {name: value for name, value in state.items() if name != "cache"}
-    values["next_pos"] = jnp.full_like(state["next_pos"], EMPTY)
-    # Placed as every later state is: a step would be compiled again for the first one.
-    return {"cache": state["cache"]} | {n: jax.device_put(v, self.replicated_sharding) for n, v in values.items()}
+    return self._settle(super().init_decode_state(*arguments, **keywords))
+
+  @functools.partial(jax.jit, static_argnums=(0,), donate_argnums=(1,))
+  def _settle(self, decode_state: Any) -> Any:
+    """The first state, empty and placed as every later one is: a step would be traced again for another placement."""
+    return self._placed(decode_state | {"next_pos": jnp.full_like(decode_state["next_pos"], EMPTY)})
+
+  def _placed(self, decode_state: Any) -> Any:
+    rows = {name: value for name, value in decode_state.items() if name != "cache"}
+    cache = jax.lax.with_sharding_constraint(decode_state["cache"], self.kv_cache_shardings)
+    return {"cache": cache} | jax.lax.with_sharding_constraint(rows, self.replicated_sharding)
 
   @functools.partial(jax.jit, static_argnums=(0,), donate_argnums=(1,))
   def _release(self, decode_state: Any, slot: int | Array) -> Any:
@@ -102,9 +108,8 @@ class KimiMaxEngine(maxengine.MaxEngine):
       return jax.lax.dynamic_update_slice_in_dim(cache, empty, slot, axis)
 
     cache = jax.tree.map(wipe, decode_state["cache"], self.kv_cache_annotations_named)
-    cache = jax.lax.with_sharding_constraint(cache, self.kv_cache_shardings)
     rows = {n: v.at[slot].set(EMPTY if n == "next_pos" else 0) for n, v in decode_state.items() if n != "cache"}
-    return {"cache": cache} | jax.lax.with_sharding_constraint(rows, self.replicated_sharding)
+    return self._placed({"cache": cache} | rows)
 
   def release(self, decode_state: Any, slot: int) -> Any:
     """Returns the decode state with the slot empty and its caches zero. The state given is used up.
