@@ -49,6 +49,23 @@ def mesh_axes(rules: Rules, name: str) -> tuple[str, ...]:
   return next((_as_tuple(axes) for n, axes in rules if n == name), ())
 
 
+def check_form(rules: Any) -> None:
+  """Raises InputError unless `rules` are what MaxText takes: a list of [logical axis, mesh axis or list of them]."""
+  fault = "expected a list of [logical axis, mesh axis or list of mesh axes]"
+  if not isinstance(rules, list | tuple):
+    raise InputError(f"logical_axis_rules is {rules!r}, {fault}")
+  for rule in rules:
+    if not (isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str) and _names_once(rule[1])):
+      raise InputError(f"logical_axis_rules holds {rule!r}, {fault}, each once")
+
+
+def _names_once(axes: Any) -> bool:
+  if isinstance(axes, str):
+    return True
+  is_list = isinstance(axes, list | tuple) and all(isinstance(axis, str) for axis in axes)
+  return is_list and len(set(axes)) == len(axes)
+
+
 def check_rules(rules: Rules, mesh_axis_names: Iterable[str]) -> None:
   """Raises InputError if a logical axis that the model uses has no rule, or a rule names no axis of the mesh.
 

@@ -317,6 +317,20 @@ def test_misuse_of_slots_and_prompts_is_refused_and_changes_nothing(world):
   for tokens, length in ((padded([1]), 0), (padded([1]), -1), (padded([1]), 9)):
     with pytest.raises(ValueError, match=f"true_length {length} of 8 tokens"):
       engine.prefill(tokens, length)
+  for tokens, found in (([1, 256], "256"), ([1, -1], "-1")):
+    with pytest.raises(ValueError, match=f"tokens of a prompt: {found} outside the vocabulary of 256"):
+      engine.prefill(np.array(tokens), 2)
+  with pytest.raises(ValueError, match=r"expected integers in 1 axis, found float64\[2\]"):
+    engine.prefill(np.array([1.0, 2.0]), 2)
+  for tokens, message in (
+    ([1], f"1 tokens for {SLOTS} slots"),
+    ([1] * (SLOTS + 1), f"{SLOTS + 1} tokens for {SLOTS} slots"),
+    ([1.5] * SLOTS, "expected integers in 1 axis, found float64"),
+    ([[1] * SLOTS], rf"expected integers in 1 axis, found int64\[1, {SLOTS}\]"),
+    ([256] * SLOTS, "256, 256, .* outside the vocabulary of 256"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      engine.step(np.array(tokens))
   with pytest.raises(ValueError, match="a prompt of 131 tokens: max_prefill_predict_length is 130"):
     engine.prefill(np.zeros(131, np.int32), 3)
   after = world.slot_caches()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fractions
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kimi_k3.errors import InputError
 
 _LARGEST_INDEX = 2**31 - 1
+_MOST_DEVICES = 4096  # that a row is spread over; a finer fraction means something else
 _SMALLEST_BUCKET = 256  # tokens: shorter prompts share one program, which costs less than compiling more
 
 
@@ -43,7 +46,8 @@ def cache_lengths(rows: Sequence[Sequence[int]], max_new_tokens: int, explicit: 
   if prefill is None:
     prefill = longest if target is not None else bucket(longest)
   if target is None:
-    target = prefill + max_new_tokens
+    part = _rows_fraction(explicit)
+    target = -(-(prefill + max_new_tokens) // part) * part
   if target - prefill < max_new_tokens:
     raise InputError(
       f"{max_new_tokens} new tokens do not fit: max_target_length {target} - max_prefill_predict_length {prefill} "
@@ -52,6 +56,15 @@ def cache_lengths(rows: Sequence[Sequence[int]], max_new_tokens: int, explicit: 
   if target > _LARGEST_INDEX:
     raise InputError(f"a cache of {target} tokens cannot be made: ask for fewer new tokens or a shorter cache")
   return {"max_prefill_predict_length": prefill, "max_target_length": target}
+
+
+def _rows_fraction(explicit: Mapping[str, Any]) -> int:
+  """What must divide the length: MaxText wants a whole number of tokens a device, a row spread over many too."""
+  rows = explicit.get("per_device_batch_size", 1)
+  if isinstance(rows, float) and math.isfinite(rows):
+    denominator = fractions.Fraction(rows).denominator
+    return denominator if denominator <= _MOST_DEVICES else 1
+  return 1
 
 
 def _positive(explicit: Mapping[str, Any], key: str) -> int | None:

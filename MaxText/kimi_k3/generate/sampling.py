@@ -14,6 +14,7 @@ from kimi_k3.errors import InputError
 
 GREEDY = "greedy"
 WEIGHTED = "weighted"
+_SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 _NUM_SEEDS = 2**32  # JAX drops the bits above: two seeds would give the same draws
 
 
@@ -36,8 +37,11 @@ class Sampler:
       raise InputError(f"decode_sampling_strategy is {self.strategy!r}, expected {GREEDY!r} or {WEIGHTED!r}")
     if not 0 <= self.seed < _NUM_SEEDS:
       raise InputError(f"decode_sampling_seed is {self.seed}, expected 0 to {_NUM_SEEDS - 1}")
-    if self.strategy == WEIGHTED and not self.temperature > 0:
-      raise InputError(f"decode_sampling_temperature is {self.temperature}, expected a positive number")
+    if self.strategy == WEIGHTED and not _SMALLEST_TEMPERATURE <= self.temperature < np.inf:
+      raise InputError(
+        f"decode_sampling_temperature is {self.temperature}, expected a positive number "
+        f"(float32 knows none below {_SMALLEST_TEMPERATURE:.1e})"
+      )
 
   def __call__(
     self, logits: Float[Array, "B X"], rows: Int[Array | np.ndarray, " B"], steps: Int[Array | np.ndarray, " B"]
@@ -54,6 +58,7 @@ def _sample(sampler: Sampler, logits, rows, steps):
 
   def draw(row_logits, row, step):
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(sampler.seed), row), step)
-    return jax.random.categorical(key, row_logits.astype(jnp.float32) / sampler.temperature)
+    below_largest = row_logits.astype(jnp.float32) - jnp.max(row_logits)  # a quotient that overflows is -inf, never inf
+    return jax.random.categorical(key, below_largest / sampler.temperature)
 
   return jax.vmap(draw)(logits, rows, steps), finite

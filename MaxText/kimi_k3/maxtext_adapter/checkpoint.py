@@ -59,14 +59,17 @@ def stored_leaves(path: str) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _check_key_value_store(path: str) -> None:
-  """Lists the keys of a local checkpoint once: Orbax reads them in parallel and complains in many voices."""
+  """Reads the arrays' metadata of a local checkpoint once: Orbax does it in parallel and complains in many voices."""
   if "://" in path:
     return
   import tensorstore as ts
 
   spec = {"driver": "ocdbt", "base": f"file://{pathlib.Path(path).resolve()}/"}
   try:
-    keys = ts.KvStore.open(spec).result().list().result()
+    store = ts.KvStore.open(spec).result()
+    keys = store.list().result()
+    for value in [store.read(key) for key in keys if key.endswith(b"zarr.json")]:
+      value.result()
   except (ValueError, OSError) as error:
     raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:300]}; convert again") from error
   if not keys:
@@ -152,12 +155,15 @@ def recorded_checksums(path: str) -> dict[str, str]:
   from etils import epath
 
   record = epath.Path(path).parent.parent / checksums.RECORD
-  if not record.is_file():
+  if not record.exists():
     return {}
   try:
-    return dict(json.loads(record.read_text()).get(checksums.FIELD, {}))  # the first conversions have none
-  except (AttributeError, TypeError, ValueError, OSError) as error:
-    raise InputError(f"{record}: cannot be read: {' '.join(str(error).split())}; convert again") from error
+    found = json.loads(record.read_text())[checksums.FIELD]
+  except (KeyError, TypeError, ValueError, OSError) as error:
+    raise InputError(f"{record}: holds no {checksums.FIELD}: {' '.join(str(error).split())}; convert again") from error
+  if not isinstance(found, dict) or not found or not all(isinstance(value, str) for value in found.values()):
+    raise InputError(f"{record}: {checksums.FIELD} are not a hexadecimal number a leaf; convert again")
+  return found
 
 
 def check_content(leaves: Mapping[str, Any], recorded: Mapping[str, str], path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, get_args
 
 import pydantic
@@ -78,6 +79,8 @@ class KimiMaxTextConfig(types.MaxTextConfig):
       given = [f"{kind}_{axis}_parallelism" for kind in ("ici", "dcn") for axis in _NOT_SUPPORTED_PARALLELISM]
       if faults := [f"{key} is {data[key]}" for key in given if data.get(key, 1) not in (1, None)]:
         raise ValueError(f"{'; '.join(faults)}: not supported by this model, set it to 1")
+      if fault := _batch_fault(data):
+        raise ValueError(fault)
       if rules := data.get("logical_axis_rules"):
         return data | {"logical_axis_rules": with_own_rules(rules)}
     return data
@@ -100,6 +103,20 @@ class KimiMaxTextConfig(types.MaxTextConfig):
     if faults:
       raise ValueError("; ".join(faults))
     return self
+
+
+def _batch_fault(data: dict[str, Any]) -> str | None:
+  """What MaxText would say in words of training, or not at all."""
+  rows, length = data.get("per_device_batch_size"), data.get("max_target_length")
+  if isinstance(rows, str):  # YAML spells it .nan; "nan" is a word, which MaxText's types turn into the number
+    rows = math.nan if rows.strip().lower().lstrip("+-") in ("nan", "inf", "infinity") else None
+  if isinstance(rows, bool) or not isinstance(rows, int | float):
+    return None
+  if not math.isfinite(rows):
+    return f"per_device_batch_size is {rows}, expected a number"
+  if isinstance(length, int) and rows > 0 and rows * length % 1:
+    return f"max_target_length is {length}: times per_device_batch_size {rows} it must be a whole number of tokens"
+  return None
 
 
 def architecture(config: Any) -> KimiK3Config:

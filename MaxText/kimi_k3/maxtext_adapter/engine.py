@@ -54,14 +54,17 @@ class Engine:
 
     self.config = config
     mesh = _make_mesh(config)  # MaxEngine makes the same one, and fails without a word for the user
-    if config.per_device_batch_size * jax.device_count() < 1:
+    slots = config.per_device_batch_size * jax.device_count()
+    if slots < 1 or slots != int(slots):
       raise InputError(
-        f"per_device_batch_size is {config.per_device_batch_size}: no row fits; expected 1 or more over all devices"
+        f"per_device_batch_size is {config.per_device_batch_size}: {slots:g} rows over {jax.device_count()} device(s); "
+        "expected a whole number, 1 or more"
       )
     with quiet():
       self._engine = KimiMaxEngine(config)
       check_axes((self._engine.model, self._engine.model_ar), config.logical_axis_rules)
       check_slots(self.num_slots, config.logical_axis_rules, mesh.shape)
+      self._engine.check_caches()
       self._rng = jax.random.PRNGKey(0)  # MaxEngine wants one; its own samples are not used
       self._params = self._engine.load_params(rng=self._rng)
       self._state = self._engine.init_decode_state()
@@ -85,8 +88,10 @@ class Engine:
       true_length: Tokens that are no pads.
 
     Raises:
-      ValueError: if `true_length` is not a length of `tokens`, or these are longer than the prompt cache.
+      ValueError: if `true_length` is not a length of `tokens`, they are longer than the prompt cache, or one is no
+        token id.
     """
+    self._check_tokens(tokens, "of a prompt", ndim=1)
     prefix, _ = self._engine.prefill(
       params=self._params, padded_tokens=jnp.asarray(tokens), true_length=true_length, rng=self._rng
     )
@@ -116,8 +121,11 @@ class Engine:
     """Feeds one token a slot and returns the logits of the next ones. Empty slots are left alone and mean nothing.
 
     Raises:
-      ValueError: naming the rows whose cache is full.
+      ValueError: naming the rows whose cache is full, or if `tokens` is not one token id a slot.
     """
+    self._check_tokens(tokens, f"for {self.num_slots} slots", ndim=1)
+    if tokens.shape != (self.num_slots,):
+      raise ValueError(f"{tokens.shape[0]} tokens for {self.num_slots} slots: expected one a slot")
     if full := [slot for slot, steps in enumerate(self._generated) if steps == self.max_steps]:
       raise ValueError(
         f"slot {', '.join(map(str, full))}: the cache holds {self.max_steps} generated tokens (max_target_length - "
@@ -127,6 +135,14 @@ class Engine:
     self._state, _ = self._engine.generate(self._params, self._state | {"tokens": fed}, rng=self._rng)
     self._generated = [None if steps is None else steps + 1 for steps in self._generated]
     return self._state["logits"][:, 0]
+
+  def _check_tokens(self, tokens: np.ndarray, whose: str, *, ndim: int) -> None:
+    """An id outside the vocabulary would be clamped to its last row, and a fraction cut off."""
+    if tokens.ndim != ndim or not np.issubdtype(tokens.dtype, np.integer):
+      raise ValueError(f"tokens {whose}: expected integers in {ndim} axis, found {tokens.dtype}{list(tokens.shape)}")
+    size = self.config.vocab_size
+    if faulty := [int(t) for t in tokens if not 0 <= t < size]:
+      raise ValueError(f"tokens {whose}: {', '.join(map(str, faulty[:5]))} outside the vocabulary of {size}")
 
   def release(self, slot: int) -> None:
     """Empties a slot: its caches become zero.

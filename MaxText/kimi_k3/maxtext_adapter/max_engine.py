@@ -13,13 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.linen import logical_axis_rules
 from jaxtyping import Array
 from maxtext.inference.maxengine import maxengine
 from maxtext.utils import maxtext_utils, sharding
 
-from kimi_k3.maxtext_adapter.checkpoint import load_params
+from kimi_k3.maxtext_adapter.checkpoint import check_cuts, load_params
 from kimi_k3.maxtext_adapter.engine import checkpoint_path, concrete_rest
 
 # The position of a slot that holds no row. Any negative one says so to the decoder; this one stays negative however
@@ -30,7 +31,7 @@ EMPTY = -(2**30)
 class KimiMaxEngine(maxengine.MaxEngine):
   """The same engine and decode state; a row of it is a slot, and `next_pos` of an empty slot is negative.
 
-  In a ResultTokens the validity of a row is 0 where the slot is empty or its logits are not finite.
+  In a ResultTokens a row is valid unless its slot is empty, its logits are not finite or its cache has overflowed.
   """
 
   def prefill(self, *, padded_tokens: Array, true_length: int, **arguments: Any) -> tuple[Any, Any]:
@@ -47,6 +48,8 @@ class KimiMaxEngine(maxengine.MaxEngine):
   def prefill_multisampling(self, *, padded_tokens: Array, true_length: int, **arguments: Any) -> tuple[Any, Any]:
     """Runs one prompt and draws several first tokens: upstream's, in the form that `bulk_insert` reads."""
     self._check_prompt(padded_tokens, true_length)
+    if arguments.get("num_samples", 1) < 1:
+      raise ValueError(f"num_samples is {arguments['num_samples']}, expected 1 or more")
     prefix, result = super().prefill_multisampling(padded_tokens=padded_tokens, true_length=true_length, **arguments)
     count = prefix["tokens"].shape[0]
     log_prob = jnp.zeros((count, 1), jnp.float32) if result.log_prob is None else result.log_prob
@@ -67,8 +70,8 @@ class KimiMaxEngine(maxengine.MaxEngine):
     Raises:
       ValueError: if a slot does not exist or is named twice, or the tokens are neither one nor as many as the slots.
     """
-    slots = [int(slot) for slot in slots]
     self.check_slots(slots)
+    slots = [int(slot) for slot in slots]
     count = prefix["tokens"].shape[0]
     if count not in (1, len(slots)):
       raise ValueError(f"{count} first tokens for {len(slots)} slots: expected one, or one a slot")
@@ -80,7 +83,8 @@ class KimiMaxEngine(maxengine.MaxEngine):
   def generate(self, params: Any, decode_state: Any, **arguments: Any) -> tuple[Any, Any]:
     """Feeds every row its token. Empty slots stay as they are, bit for bit."""
     state, result = super().generate(params, decode_state, **arguments)
-    positions, counts, valid = _after_step(state["next_pos"], state["generated_tokens"], state["logits"])
+    room = self.config.max_target_length - self.config.max_prefill_predict_length
+    positions, counts, valid = _after_step(state["next_pos"], state["generated_tokens"], state["logits"], room)
     state |= {"next_pos": positions, "generated_tokens": counts}
     return state, _with_validity(result, valid)
 
@@ -131,6 +135,10 @@ class KimiMaxEngine(maxengine.MaxEngine):
     raise NotImplementedError("packed prefill (insert_partial) is not supported: insert the prompts one by one")
 
   def _check_prompt(self, tokens: Array, true_length: int) -> None:
+    if tokens.ndim != 1 or not _is_whole(true_length):
+      raise ValueError(
+        f"tokens {list(tokens.shape)}, true_length {true_length!r}: expected one axis and a whole number"
+      )
     length = tokens.shape[0]
     if length > self.max_prefill_length:
       raise ValueError(f"a prompt of {length} tokens: max_prefill_predict_length is {self.max_prefill_length}")
@@ -139,6 +147,8 @@ class KimiMaxEngine(maxengine.MaxEngine):
 
   def check_slots(self, slots: Sequence[int]) -> None:
     """Raises ValueError: an index outside would be clamped or counted from the end, onto another row's slot."""
+    if faulty := [slot for slot in slots if not _is_whole(slot)]:
+      raise ValueError(f"slot {', '.join(map(repr, faulty))}: expected whole numbers")
     if faulty := [slot for slot in slots if not 0 <= slot < self.max_concurrent_decodes]:
       raise ValueError(f"slot {', '.join(map(str, faulty))}: there are {self.max_concurrent_decodes}")
     if len(set(slots)) < len(slots) or not slots:
@@ -165,6 +175,15 @@ class KimiMaxEngine(maxengine.MaxEngine):
     self._find_cache_shardings()
     return params
 
+  def check_caches(self) -> None:
+    """Raises InputError if the mesh would cut a cache into unequal parts: before a checkpoint is read."""
+    self._find_cache_shardings()
+    both = ((self.model, self.prefill_kv_cache_shardings), (self.model_ar, self.kv_cache_shardings))
+    for model, shardings in both:
+      shapes = nnx.to_pure_dict(nnx.split(model, nnx.Cache, ...)[1])
+      placed = jax.tree.map(lambda c, s: jax.ShapeDtypeStruct(c.shape, c.dtype, sharding=s), shapes, shardings)
+      check_cuts({jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(placed)})
+
   def _find_cache_shardings(self) -> None:
     def named(annotations):
       return jax.tree.map(lambda spec: jax.sharding.NamedSharding(self._mesh, spec), annotations)
@@ -176,6 +195,10 @@ class KimiMaxEngine(maxengine.MaxEngine):
     self.prefill_kv_cache_shardings = named(self.prefill_kv_cache_annotations)
     self.kv_cache_shardings = named(self.kv_cache_annotations)
     self.state_mesh_annotations = None
+
+
+def _is_whole(number: Any) -> bool:
+  return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 
 _SAMPLING = ("algorithm", "topk", "nucleus_topp", "temperature")
@@ -192,10 +215,14 @@ def _refuse(arguments: dict[str, Any], known: set[str]) -> None:
 
 
 @jax.jit
-def _after_step(next_pos: Array, generated: Array, logits: Array) -> tuple[Array, Array, Array]:
-  """Positions and counts, with those of empty slots where they were, and which rows have a token that counts."""
+def _after_step(next_pos: Array, generated: Array, logits: Array, room: Any) -> tuple[Array, Array, Array]:
+  """Positions and counts, with those of empty slots where they were, and which rows have a token that counts.
+
+  A row that has taken more steps than its cache has `room` for has lost its first ones: its tokens count no more.
+  """
   active = next_pos >= 0
-  return jnp.where(active, next_pos, EMPTY), jnp.where(active, generated, 0), active & _finite(logits)
+  valid = active & _finite(logits) & (generated <= room)
+  return jnp.where(active, next_pos, EMPTY), jnp.where(active, generated, 0), valid
 
 
 def _finite(logits: Array) -> Array:

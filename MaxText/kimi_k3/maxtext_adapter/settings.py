@@ -14,6 +14,7 @@ from kimi_k3.errors import InputError
 from kimi_k3.maxtext_adapter.quiet import quiet
 from kimi_k3.maxtext_adapter.register import command_line, own_settings, register
 from kimi_k3.maxtext_keys import DECODER_BLOCK
+from kimi_k3.sharding import check_form
 
 _SETTING = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 
@@ -51,9 +52,12 @@ def explicit_settings(path: str, settings: Sequence[str]) -> dict[str, Any]:
   if twice := sorted({n for n in names if names.count(n) > 1}):
     raise InputError(f"{', '.join(twice)} given twice")
   try:
-    return own_settings(pathlib.Path(path)) | command_line(settings)
+    explicit = own_settings(pathlib.Path(path)) | command_line(settings)
   except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException, TypeError, ValueError, OSError) as error:
     raise InputError(f"{path}: cannot be read as YAML: {_one_line(error)}") from error
+  if "logical_axis_rules" in explicit:
+    check_form(explicit["logical_axis_rules"])
+  return explicit
 
 
 def read_config(path: str, settings: Sequence[str], **derived: Any) -> Any:

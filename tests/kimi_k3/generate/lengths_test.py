@@ -45,6 +45,12 @@ def test_what_is_not_set_is_sized_from_the_longest_row_and_the_new_tokens(given,
   assert cache_lengths(rows(3, 30, 7), 8, given) == expected
 
 
+@pytest.mark.parametrize(("rows_a_device", "expected"), [(0.5, 264), (0.125, 264), (0.0625, 272), (1.0, 263), (3, 263)])
+def test_a_row_over_many_devices_gets_a_length_that_they_divide(rows_a_device, expected):
+  given = {"per_device_batch_size": rows_a_device}
+  assert cache_lengths(rows(3), 7, given)["max_target_length"] == expected
+
+
 def test_a_long_prompt_gets_a_bucket_of_its_own_size():
   assert cache_lengths(rows(3, 257), 8, {}) == lengths(512, 520)
 

@@ -96,3 +96,15 @@ def test_a_strategy_that_does_not_exist_is_refused(strategy):
 def test_a_seed_that_would_be_another_one_is_refused(seed):
   with pytest.raises(InputError, match=f"decode_sampling_seed is {seed}, expected 0 to 4294967295"):
     weighted(seed=seed)
+
+
+@pytest.mark.parametrize("temperature", [1e-37, 1e-30, 1e-6])
+def test_a_temperature_near_zero_draws_the_largest_logit(temperature):
+  logits = np.array([[1.0, 2.5, 300.0, 299.5], [-5.0, -1.0, -3.0, -9.0]], np.float32)
+  assert draw(weighted(temperature), logits, [0, 1], [0, 0]) == [2, 1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, 1e-40, float("nan"), float("inf")])
+def test_a_temperature_that_float32_cannot_divide_by_is_refused(temperature):
+  with pytest.raises(InputError, match=r"decode_sampling_temperature is .*, expected a positive number"):
+    weighted(temperature)

@@ -197,6 +197,16 @@ def test_data_that_cannot_be_read_is_told(tmp_path, damage):
   assert "\n" not in str(error.value)
 
 
+def test_a_truncated_data_file_is_told_in_one_line_and_nothing_else(tmp_path):
+  items = Path(save(tmp_path / "items", {"params": {"params": nested(arrays())}}))
+  for data in (path for path in items.rglob("d/*") if path.is_file()):
+    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+  script = f"from kimi_k3.maxtext_adapter.checkpoint import stored_leaves; stored_leaves({str(items)!r})"
+  run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+  assert "Event loop" not in run.stderr
+  assert re.match(r"kimi_k3.errors.InputError: .*cannot be read.*convert again", run.stderr.splitlines()[-1])
+
+
 @pytest.mark.parametrize("keep", [0, 50])
 def test_a_damaged_manifest_is_told_in_one_line_and_nothing_else(tmp_path, keep):
   items = Path(save(tmp_path / "items", {"params": {"params": nested(arrays())}}))
@@ -310,20 +320,28 @@ def test_the_record_of_a_conversion_is_found_two_directories_above_and_other_che
   items = tmp_path / "out" / "0" / "items"
   items.mkdir(parents=True)
   assert recorded_checksums(str(items)) == {}
-  (tmp_path / "out" / "conversion.json").write_text(json.dumps({"schema": 1}))
-  assert recorded_checksums(str(items)) == {}
   (tmp_path / "out" / "conversion.json").write_text(json.dumps({"schema": 1, "checksums": {"a": "00000000"}}))
   assert recorded_checksums(str(items)) == {"a": "00000000"}
 
 
 @pytest.mark.parametrize(
-  "content", ["", "{", "[]", '{"checksums": 5}', '{"checksums": null}', '{"checksums": ["abc"]}']
+  "content",
+  ["", "{", "[]", "{}"]
+  + [f'{{"checksums": {value}}}' for value in ("5", "null", '["abc"]', "{}", '{"a": ["00000000"]}', '{"a": 5}')],
 )
 def test_a_record_that_cannot_be_read_is_told(tmp_path, content):
   (tmp_path / "conversion.json").write_text(content)
-  with pytest.raises(InputError, match=r"conversion\.json: cannot be read: .*; convert again") as error:
+  with pytest.raises(
+    InputError, match=r"conversion\.json: (holds no checksums: |checksums are not ).*; convert again"
+  ) as error:
     recorded_checksums(str(tmp_path / "0" / "items"))
   assert "\n" not in str(error.value)
+
+
+def test_a_directory_in_place_of_the_record_is_told(tmp_path):
+  (tmp_path / "conversion.json").mkdir()
+  with pytest.raises(InputError, match=r"conversion\.json: holds no checksums: .*; convert again"):
+    recorded_checksums(str(tmp_path / "0" / "items"))
 
 
 def test_leaves_that_the_mesh_cuts_unevenly_are_named_and_never_padded():

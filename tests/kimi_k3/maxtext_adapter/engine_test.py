@@ -56,9 +56,11 @@ def test_a_mesh_that_the_devices_do_not_make_is_refused_in_one_line(settings):
       make(tiny(*settings))
 
 
-@pytest.mark.parametrize("size", ["0", "-1", "0.5"])
-def test_an_engine_without_a_slot_is_refused(size):
-  with pytest.raises(InputError, match=f"per_device_batch_size is {size}: no row fits"):
+@pytest.mark.parametrize("size", ["0", "-1", "0.5", "1.5"])
+def test_an_engine_without_a_whole_number_of_slots_is_refused(size):
+  with pytest.raises(
+    InputError, match=rf"per_device_batch_size is {size}.*: {size} rows over 1 device\(s\); expected a whole"
+  ):
     Engine(tiny(f"per_device_batch_size={size}"))
 
 

@@ -123,6 +123,21 @@ def test_a_result_that_is_not_finite_is_not_valid(engine, params, state):
     embedding[...] = good
 
 
+def test_a_row_that_outlives_its_cache_is_not_valid_any_more(engine, params, state):
+  prefix, _ = engine.prefill(params=params, **prompt(1, 2))
+  state, valid = engine.insert(prefix, state, 2), []
+  for _ in range(STEPS + 2):
+    state, result = engine.generate(params, state)
+    valid.append(column(result, "valid_idx")[2])
+  assert valid == [1] * STEPS + [0, 0]
+
+
+def test_true_is_not_slot_1(engine, params, state):
+  prefix, _ = engine.prefill(params=params, **prompt(1, 2))
+  with pytest.raises(ValueError, match="slot True: expected whole numbers"):
+    engine.insert(prefix, state, True)
+
+
 @pytest.mark.parametrize("slot", [-1, SLOTS, 99])
 def test_a_slot_that_does_not_exist_is_refused_as_it_would_be_clamped_onto_another_row(engine, params, state, slot):
   prefix, _ = engine.prefill(params=params, **prompt(1, 2))

@@ -179,3 +179,28 @@ def test_a_checkpoints_path_is_relative_to_the_file_that_names_it(tmp_path):
   mine.write_text("base_config: ../out/decode.yml\n")
   for path in (mine, tmp_path / "out" / "decode.yml"):
     assert read_config(str(path), [TINY]).load_parameters_path == str(tmp_path / "out" / "0" / "items")
+
+
+@pytest.mark.parametrize(
+  "rules",
+  ["5", "mlp", "{mlp: tensor}", "[[mlp]]", "[[mlp,tensor,1]]", "[[mlp,3]]", "[[mlp,[[tensor]]]]", "[[[mlp],tensor]]"]
+  + ["[null]", "[[mlp,true]]", "[[mlp,null]]", "[[mlp,[tensor,tensor]]]"],
+)
+def test_rules_of_another_form_are_refused_by_the_key(rules):
+  message = refusal(DECODE, TINY, f"logical_axis_rules={rules}")
+  assert "logical_axis_rules" in message
+  assert "expected a list of [logical axis, mesh axis or list of mesh axes]" in message
+
+
+@pytest.mark.parametrize(
+  ("settings", "said"),
+  [
+    (("per_device_batch_size=nan",), "per_device_batch_size is nan, expected a number"),
+    (
+      ("per_device_batch_size=0.5", "max_target_length=259"),
+      "max_target_length is 259: times per_device_batch_size 0.5",
+    ),
+  ],
+)
+def test_a_number_of_rows_that_cannot_be_is_refused_by_its_key(settings, said):
+  assert said in refusal(DECODE, TINY, *settings)
