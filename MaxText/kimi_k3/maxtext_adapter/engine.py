@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.linen import logical_axis_rules
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kimi_k3.errors import InputError
 from kimi_k3.maxtext_adapter.checkpoint import load_params
@@ -80,11 +80,11 @@ class Engine:
     """Steps that a row can take after its prompt: its cache holds no more."""
     return self.config.max_target_length - self.config.max_prefill_predict_length
 
-  def prefill(self, tokens: Int[np.ndarray, " T"], true_length: int) -> Prefilled:
+  def prefill(self, tokens: np.ndarray, true_length: int) -> Prefilled:
     """Runs a prompt, which may wait for a slot while others are run or decode.
 
     Args:
-      tokens: The prompt, padded on the right to a bucket length.
+      tokens: The prompt [T], whole numbers, padded on the right to a bucket length.
       true_length: Tokens that are no pads.
 
     Raises:
@@ -117,8 +117,8 @@ class Engine:
     for slot in slots:
       self._generated[slot] = 0
 
-  def step(self, tokens: Int[np.ndarray, " B"]) -> Float[Array, "B X"]:
-    """Feeds one token a slot and returns the logits of the next ones. Empty slots are left alone and mean nothing.
+  def step(self, tokens: np.ndarray) -> Float[Array, "B X"]:
+    """Feeds one token [B] a slot and returns the logits of the next ones. Empty slots are left alone and mean nothing.
 
     Raises:
       ValueError: naming the rows whose cache is full, or if `tokens` is not one token id a slot.

@@ -176,13 +176,16 @@ class KimiMaxEngine(maxengine.MaxEngine):
     return params
 
   def check_caches(self) -> None:
-    """Raises InputError if the mesh would cut a cache into unequal parts: before a checkpoint is read."""
+    """Raises InputError if the mesh would cut a slot's cache into unequal parts: before a checkpoint is read.
+
+    Those of a prompt are not looked at: MaxEngine places them nowhere.
+    """
     self._find_cache_shardings()
-    both = ((self.model, self.prefill_kv_cache_shardings), (self.model_ar, self.kv_cache_shardings))
-    for model, shardings in both:
-      shapes = nnx.to_pure_dict(nnx.split(model, nnx.Cache, ...)[1])
-      placed = jax.tree.map(lambda c, s: jax.ShapeDtypeStruct(c.shape, c.dtype, sharding=s), shapes, shardings)
-      check_cuts({jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(placed)})
+    shapes = nnx.to_pure_dict(nnx.split(self.model_ar, nnx.Cache, ...)[1])
+    placed = jax.tree.map(
+      lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, self.kv_cache_shardings
+    )
+    check_cuts({jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(placed)})
 
   def _find_cache_shardings(self) -> None:
     def named(annotations):
