@@ -355,4 +355,5 @@ def test_random_schedules_find_no_difference(world):
     examples, seed = examples + 8, random.Random(seed).getrandbits(64)
     if time.monotonic() >= end:
       break
+  assert world.ties <= 1 + world.compared / 1000  # an excuse that is often needed excuses something else
   print(f"{examples} schedules, {world.compared} comparisons, {world.ties} of them at a tie of experts")

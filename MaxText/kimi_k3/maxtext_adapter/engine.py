@@ -78,7 +78,7 @@ class Engine:
   @property
   def max_steps(self) -> int:
     """Steps that a row can take after its prompt: its cache holds no more."""
-    return self.config.max_target_length - self.config.max_prefill_predict_length
+    return self._engine.max_steps
 
   def prefill(self, tokens: np.ndarray, true_length: int) -> Prefilled:
     """Runs a prompt, which may wait for a slot while others are run or decode.
@@ -91,7 +91,7 @@ class Engine:
       ValueError: if `true_length` is not a length of `tokens`, they are longer than the prompt cache, or one is no
         token id.
     """
-    self._check_tokens(tokens, "of a prompt", ndim=1)
+    self._check_tokens(tokens, "of a prompt")
     prefix, _ = self._engine.prefill(
       params=self._params, padded_tokens=jnp.asarray(tokens), true_length=true_length, rng=self._rng
     )
@@ -123,7 +123,7 @@ class Engine:
     Raises:
       ValueError: naming the rows whose cache is full, or if `tokens` is not one token id a slot.
     """
-    self._check_tokens(tokens, f"for {self.num_slots} slots", ndim=1)
+    self._check_tokens(tokens, f"for {self.num_slots} slots")
     if tokens.shape != (self.num_slots,):
       raise ValueError(f"{tokens.shape[0]} tokens for {self.num_slots} slots: expected one a slot")
     if full := [slot for slot, steps in enumerate(self._generated) if steps == self.max_steps]:
@@ -136,13 +136,14 @@ class Engine:
     self._generated = [None if steps is None else steps + 1 for steps in self._generated]
     return self._state["logits"][:, 0]
 
-  def _check_tokens(self, tokens: np.ndarray, whose: str, *, ndim: int) -> None:
+  def _check_tokens(self, tokens: np.ndarray, whose: str) -> None:
     """An id outside the vocabulary would be clamped to its last row, and a fraction cut off."""
-    if tokens.ndim != ndim or not np.issubdtype(tokens.dtype, np.integer):
-      raise ValueError(f"tokens {whose}: expected integers in {ndim} axis, found {tokens.dtype}{list(tokens.shape)}")
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+      raise ValueError(f"tokens {whose}: expected integers in 1 axis, found {tokens.dtype}{list(tokens.shape)}")
     size = self.config.vocab_size
-    if faulty := [int(t) for t in tokens if not 0 <= t < size]:
-      raise ValueError(f"tokens {whose}: {', '.join(map(str, faulty[:5]))} outside the vocabulary of {size}")
+    faulty = tokens[(tokens < 0) | (tokens >= size)]  # a prompt may have a million
+    if faulty.size:
+      raise ValueError(f"tokens {whose}: {', '.join(map(str, faulty[:5].tolist()))} outside the vocabulary of {size}")
 
   def release(self, slot: int) -> None:
     """Empties a slot: its caches become zero.

@@ -34,6 +34,11 @@ class KimiMaxEngine(maxengine.MaxEngine):
   In a ResultTokens a row is valid unless its slot is empty, its logits are not finite or its cache has overflowed.
   """
 
+  @property
+  def max_steps(self) -> int:
+    """Steps that a row can take after its prompt: its cache holds no more."""
+    return self.config.max_target_length - self.config.max_prefill_predict_length
+
   def prefill(self, *, padded_tokens: Array, true_length: int, **arguments: Any) -> tuple[Any, Any]:
     """Runs one prompt: upstream's `prefill`.
 
@@ -83,8 +88,9 @@ class KimiMaxEngine(maxengine.MaxEngine):
   def generate(self, params: Any, decode_state: Any, **arguments: Any) -> tuple[Any, Any]:
     """Feeds every row its token. Empty slots stay as they are, bit for bit."""
     state, result = super().generate(params, decode_state, **arguments)
-    room = self.config.max_target_length - self.config.max_prefill_predict_length
-    positions, counts, valid = _after_step(state["next_pos"], state["generated_tokens"], state["logits"], room)
+    positions, counts, valid = _after_step(
+      state["next_pos"], state["generated_tokens"], state["logits"], self.max_steps
+    )
     state |= {"next_pos": positions, "generated_tokens": counts}
     return state, _with_validity(result, valid)
 
