@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import re
+import resource
 import shlex
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
+from kimi_k3.cli import sizes
 from kimi_k3.convert import index, plan
 from kimi_k3.errors import InputError
 
+WORKER_BYTES = 256 * 1024 * 1024  # As kimi_k3.convert.write has it, which takes TensorStore along.
 DESCRIPTION = """\
 Converts a released Kimi K3 or Kimi-Linear checkpoint (config.json and *.safetensors) to an Orbax checkpoint for
 MaxText. OUT/0/items is what load_parameters_path takes, OUT/decode.yml a complete config for `kimi-k3 decode`.
@@ -25,8 +30,6 @@ examples:
   kimi-k3 convert Kimi-K3/ k3-bf16/ --experts bf16  routed experts decoded to bfloat16 (four times their size)
   kimi-k3 decode k3-maxtext/decode.yml prompt="Hello"
 """
-# Accepted so that scripts can be written now; each is refused by name until it does something.
-_NOT_YET = {"part": "--part", "finish": "--finish", "ram_budget": "--ram-budget"}
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
@@ -36,7 +39,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
       formatter_class=argparse.RawDescriptionHelpFormatter,
   )  # fmt: skip
   parser.add_argument("src", type=Path, metavar="SRC", help="directory of the released checkpoint")
-  parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
+  parser.add_argument("out", metavar="OUT", help="directory to make, or a URL such as gs://bucket/directory")
   parser.add_argument(
     "--scan",
     action=argparse.BooleanOptionalAction,
@@ -50,14 +53,39 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
       "--dense", choices=plan.DENSE_CHOICES, default="as-stored",
       help="all other matrices; fp8-block is not yet supported (default: %(default)s)",
   )  # fmt: skip
-  parser.add_argument("--dry-run", action="store_true", help="check SRC, print the plan, write nothing")
-  parser.add_argument("--overwrite", action="store_true", help="replace an OUT that holds another conversion")
   parser.add_argument(
-    "--workers", type=int, metavar="N", help="leaves written at a time (default: the CPUs, at most 4)"
+    "--dry-run", action="store_true", help="check SRC, print the plan and the work left, write nothing"
   )
-  parser.add_argument("--ram-budget", metavar="BYTES", help="not yet supported")
-  parser.add_argument("--part", metavar="i/n", help="not yet supported")
-  parser.add_argument("--finish", action="store_true", help="not yet supported")
+  parser.add_argument(
+    "--overwrite",
+    action="store_true",
+    help="replace an OUT, or give up an unfinished one, that holds another conversion",
+  )
+  parser.add_argument(
+    "--workers",
+    type=int,
+    metavar="N",
+    help="slices written at a time (default: the CPUs, at most 8, within the budget)",
+  )
+  parser.add_argument(
+    "--ram-budget", metavar="BYTES", default="2GiB",
+    help=f"memory for the data on its way, {sizes.spelled(WORKER_BYTES)} a worker; plan and libraries take up to 1 GiB "
+    "beside it (default: %(default)s)",
+  )  # fmt: skip
+  parser.add_argument(
+    "--part", metavar="i/n", help="convert only the i-th of n shares, for n machines that share OUT; then --finish"
+  )
+  parser.add_argument(
+    "--finish", action="store_true", help="commit what the parts have written; refused while one is missing"
+  )
+  parser.add_argument(
+    "--hash", action="store_true", help="record the SHA-256 of every shard in conversion.json (reads SRC a second time)"
+  )
+  parser.add_argument(
+    "--commit", choices=("auto", "rename", "marker"), default="auto",
+    help="how OUT appears: renamed from OUT.partial, or in place with a marker file written last, where nothing can be "
+    "renamed at once (buckets, gcsfuse); auto: marker for a URL, rename for a path (default: %(default)s)",
+  )  # fmt: skip
   parser.set_defaults(run=run)
   return parser
 
@@ -66,12 +94,13 @@ def run(args: argparse.Namespace) -> int:
   """Converts, or says what it would do. Returns the exit code.
 
   Raises:
-    InputError: if the source, the options or OUT do not allow it; nothing has been written then.
+    InputError: if the source, the options or OUT do not allow it, or the work was stopped; OUT is as it was then.
   """
-  _check_flags(args)
+  part, budget = _part(args.part), sizes.parse("--ram-budget", args.ram_budget)
   from kimi_k3.convert import output  # Late: --help must not wait for TensorStore.
 
-  started = time.monotonic()
+  started, commit = time.monotonic(), _commit(args)
+  workers = _workers(args.workers, budget, output.default_workers(budget))
   with index.open_source(args.src) as source:
     planned = plan.make_plan(source, plan.Options(scan=args.scan, experts=args.experts, dense=args.dense))
     done = output.check_output(args.out, source, planned, overwrite=args.overwrite)
@@ -81,26 +110,83 @@ def run(args: argparse.Namespace) -> int:
       _say(f"{args.out}: already holds this conversion, nothing written")
     if args.dry_run:
       print(plan.summary(planned))
+      if not done:
+        print(_outlook(output.progress_so_far(args.out, source, planned, commit), args.out, workers))
       return 0
-    if not done:
-      workers = args.workers or output.default_workers()
-      output.convert(args.out, source, planned, workers=workers, command=_command(args, planned.options))
-  print(f"{args.out}: {len(planned.leaves)} leaves, {planned.nbytes} bytes, {time.monotonic() - started:.1f} seconds")
+    job = output.Job(
+      commit=commit, workers=workers, part=part, convert=part is not None or not args.finish,
+      finish=part is None or args.finish, hash_shards=args.hash, overwrite=args.overwrite,
+      command=_command(args, planned.options),
+    )  # fmt: skip
+    if done:
+      output.tidy(args.out, commit)
+    outcome = None if done else output.convert(args.out, source, planned, job)
+  seconds = time.monotonic() - started
+  if outcome is None or outcome.finished:
+    print(f"{args.out}: {len(planned.leaves)} leaves, {planned.nbytes} bytes, {seconds:.1f} seconds")
+  else:
+    print(
+      f"{args.out}: part {args.part} is done, {outcome.missing:,} of {outcome.slices:,} slices are missing of others"
+    )
+  if outcome is not None and outcome.written:
+    _say(
+      f"{outcome.written:,} of {outcome.slices:,} slices written, {outcome.found:,} were done before; "
+      f"{sizes.spelled(outcome.nbytes)}, {sizes.spelled(outcome.nbytes / max(seconds, 1e-9))}/s, "
+      f"peak memory {sizes.spelled(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}"
+    )
   return 0
 
 
-def _check_flags(args: argparse.Namespace) -> None:
-  for field, flag in _NOT_YET.items():
-    if getattr(args, field) not in (None, False):
-      raise InputError(f"{flag}: not yet supported; leave it out to convert in one process")
-  if args.workers is not None and args.workers < 1:
-    raise InputError(f"--workers is {args.workers}, expected 1 or more")
+def _outlook(progress: tuple, out: str, workers: int) -> str:
+  """The lines of --dry-run about the work: how much is left, how much memory and disk it takes."""
+  from kimi_k3.convert import store
+
+  work, done, done_bytes = progress
+  left = work.nbytes - done_bytes
+  lines = {
+    "slices": f"{len(work):,} of up to {sizes.spelled(max(work.size(n) for n in range(len(work))))}, {done:,} done",
+    "to write": f"{left:,} ({sizes.spelled(left)})",
+    "memory": f"{workers} worker(s), up to {sizes.spelled(WORKER_BYTES)} each; up to 1 GiB for plan and libraries",
+  }
+  if not store.is_url(out):
+    free = store.LocalStore(Path(out)).free()
+    lines["disk"] = f"{sizes.spelled(free)} free: {'enough' if free >= left else 'NOT ENOUGH'}"
+  return "\n".join(f"{name:<11}{value}" for name, value in lines.items())
+
+
+def _commit(args: argparse.Namespace) -> Literal["rename", "marker"]:
+  url = "://" in args.out
+  if url and args.commit == "rename":
+    raise InputError(f"--commit rename: {args.out} has no renames, expected marker")
+  return "marker" if args.commit == "marker" or (url and args.commit == "auto") else "rename"
+
+
+def _part(text: str | None) -> tuple[int, int] | None:
+  if text is None:
+    return None
+  match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+  if not match or not 1 <= int(match[1]) <= int(match[2]):
+    raise InputError(f"--part is {text!r}, expected i/n with i from 1 to n, such as 1/4")
+  return int(match[1]), int(match[2])
+
+
+def _workers(asked: int | None, budget: int, default: int) -> int:
+  if asked is not None and asked < 1:
+    raise InputError(f"--workers is {asked}, expected 1 or more")
+  needed = WORKER_BYTES * (asked or 1)
+  if needed > budget:
+    raise InputError(
+      f"--ram-budget is {sizes.spelled(budget)}, {asked or 1} worker(s) take up to {sizes.spelled(needed)}: raise it"
+      + (" or lower --workers" if asked else "")
+    )
+  return asked or default
 
 
 def _command(args: argparse.Namespace, options: dict) -> str:
   """The command that gives this result, with the defaults spelled out."""
   scan = "--scan" if options["scan"] else "--no-scan"
-  words = ("kimi-k3", "convert", str(args.src), str(args.out), scan, "--experts", options["experts"])
+  words = ("kimi-k3", "convert", str(args.src), str(args.out), scan)
+  words += ("--experts", str(options["experts"]), "--dense", str(options["dense"]))
   return shlex.join(words)
 
 

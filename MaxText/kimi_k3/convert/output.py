@@ -3,81 +3,152 @@
     OUT/0/items        what load_parameters_path takes          OUT/decode.yml   a complete MaxText config
     OUT/config.json    the source's, and its tokenizer files    OUT/conversion.json   source, options, checksums
 
-Everything is written to a directory beside OUT and renamed at the end, so an OUT that exists is complete.
+Where a directory can be renamed, everything is written to OUT.partial and renamed at the end, so an OUT that exists is
+complete. Where it cannot, in a bucket or on a file system over one, files are written to OUT itself and the last of
+them, OUT/0/commit_success.txt, says that it is complete; until then readers refuse it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
+import hashlib
 import importlib.metadata
 import json
 import os
-import shutil
-import threading
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import tqdm
 import yaml
 
 from kimi_k3 import checksums, maxtext_keys
-from kimi_k3.convert import write
-from kimi_k3.convert.index import Source
+from kimi_k3.convert import chunks, ocdbt, write
+from kimi_k3.convert.faults import listed
+from kimi_k3.convert.index import Source, Unreadable
 from kimi_k3.convert.plan import Plan
+from kimi_k3.convert.progress import Progress
+from kimi_k3.convert.slices import Slices, file_name
 from kimi_k3.convert.storage import WEIGHT_DTYPE
+from kimi_k3.convert.store import LocalStore, Locked, Store, Unwritable, is_url, open_store
+from kimi_k3.convert.unfinished import ITEMS, MARKERS, PLAN, STATE_DIRECTORY, Commit, Unfinished
 from kimi_k3.errors import InputError
 
 DISTRIBUTION = "maxtext-kimi-k3"
-SCHEMA = 1
+SCHEMA = 2
+WRITER = 1  # Of the bytes: slices of another writer cannot be joined to this one's.
 RECORD = checksums.RECORD
-STEP = "0"
-PARAMETERS = f"{STEP}/items"
+PARAMETERS = ITEMS
+LAYOUTS = {True: "scanned", False: "unscanned"}
 COPIED_FILES = (
     "config.json", "generation_config.json", "special_tokens_map.json", "tiktoken.model", "tokenizer.json",
     "tokenizer_config.json",
 )  # fmt: skip
+_KEPT_BYTES = 256 * 1024 * 1024  # 256 MiB: less is written anew in a second, and a bad SRC then leaves nothing at all.
+_HASH_BYTES = 16 * 1024 * 1024  # Read at a time: large enough for any disk.
 
 
-def check_output(out: Path, source: Source, plan: Plan, *, overwrite: bool) -> bool:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+  """How to carry out a plan, which changes nothing in the result.
+
+  Attributes:
+    commit: How OUT appears.
+    workers: Slices written at a time.
+    part: (i, n): only the i-th share of n, counted from 1; None for all.
+    convert: Write slices; otherwise only commit what is there.
+    finish: Commit, which needs all slices.
+    hash_shards: Record the SHA-256 of every shard.
+    overwrite: Replace what is at OUT, and give up an unfinished conversion of something else.
+    command: The command line, for the header of decode.yml.
+  """
+
+  commit: Commit
+  workers: int
+  part: tuple[int, int] | None = None
+  convert: bool = True
+  finish: bool = True
+  hash_shards: bool = False
+  overwrite: bool = False
+  command: str = "kimi-k3 convert"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+  """What a run did.
+
+  Attributes:
+    finished: Whether OUT is complete.
+    slices: Of the whole conversion.
+    found: Slices that earlier runs had done.
+    written: Slices of this run, and `nbytes` their size.
+    missing: Slices that are not done.
+  """
+
+  finished: bool
+  slices: int
+  found: int
+  written: int
+  nbytes: int
+  missing: int
+
+
+def check_output(out: str | Path, source: Source, plan: Plan, *, overwrite: bool) -> bool:
   """Returns whether `out` already holds this very conversion.
 
   Raises:
     InputError: if `out` holds anything else that must not be replaced, or lies in the source (or the source in it).
   """
-  here, there = out.resolve(), source.directory.resolve()
-  if here.is_relative_to(there) or there.is_relative_to(here):
-    raise InputError(f"{out}: OUT and SRC ({source.directory}) are the same or inside each other, choose another OUT")
-  if not out.exists() and not out.is_symlink():
+  out = str(out)
+  if not is_url(out):
+    _check_local(Path(out), source)
+  store = open_store(out)
+  names = _some_names(store)
+  if not names or store.read(f"{STATE_DIRECTORY}/{PLAN}") is not None:
     return False
-  if not out.is_dir() or out.is_symlink():
-    raise InputError(f"{out}: not a directory, choose another OUT")
-  if not any(out.iterdir()):
-    return False
-  if not (out / RECORD).is_file():
+  record = store.read(RECORD)
+  if record is None:
     raise InputError(f"{out}: holds files but no {RECORD}: not a conversion, never overwritten; choose another OUT")
-  difference = _difference(out, source, plan)
+  difference = _difference(store, record, source, plan)
   if difference and not overwrite:
     raise InputError(f"{out}: holds {difference}; give --overwrite to replace it or choose another OUT")
   return not difference
 
 
-def _difference(out: Path, source: Source, plan: Plan) -> str:
+def _check_local(out: Path, source: Source) -> None:
+  here, there = out.resolve(), source.directory.resolve()
+  if here.is_relative_to(there) or there.is_relative_to(here):
+    raise InputError(f"{out}: OUT and SRC ({source.directory}) are the same or inside each other, choose another OUT")
+  if (out.exists() or out.is_symlink()) and (not out.is_dir() or out.is_symlink()):
+    raise InputError(f"{out}: not a directory, choose another OUT")
+
+
+def _some_names(store: Store) -> list[str]:
+  """Files of a store that are not the state of a conversion under way."""
+  return [name for name in store.names() if not name.startswith(f"{STATE_DIRECTORY}/")]
+
+
+def _difference(store: Store, content: bytes, source: Source, plan: Plan) -> str:
   """What sets an existing conversion apart from the plan; empty when nothing does."""
   try:
-    record = json.loads((out / RECORD).read_bytes())
-    found = (record["schema"], (record["source"]["fingerprint"], record["source"]["sample"]), record["options"])
-  except (ValueError, KeyError, TypeError, OSError):
+    record = json.loads(content)
+    schema = record["schema"]
+    found = ((record["source"]["fingerprint"], record["source"]["sample"]), record["options"], record.get("commit"))
+  except (ValueError, KeyError, TypeError):
     return f"a conversion whose {RECORD} cannot be read"
-  if found[0] != SCHEMA:
-    return f"a conversion of schema {found[0]}, this version writes {SCHEMA}"
-  if found[1] != (plan.fingerprint, source.sample()):
+  if schema != SCHEMA:
+    return f"a conversion of schema {schema}, this version writes {SCHEMA}"
+  if found[0] != (plan.fingerprint, source.sample()):
     return "a conversion of another source"
-  if found[2] != plan.options:
-    return f"a conversion with other options ({_spelled(found[2])}; asked for {_spelled(plan.options)})"
-  return "" if (out / PARAMETERS / "_METADATA").is_file() else f"a conversion without its {PARAMETERS}"
+  if found[1] != plan.options:
+    return f"a conversion with other options ({_spelled(found[1])}; asked for {_spelled(plan.options)})"
+  if store.read(f"{PARAMETERS}/{ocdbt.MANIFEST}") is None or store.read(f"{PARAMETERS}/_METADATA") is None:
+    return f"a conversion without its {PARAMETERS}"
+  missing = [name for name in MARKERS if store.read(name) is None] if found[2] == "marker" else []
+  if missing:
+    return f"a conversion without its commit marker {missing[0]} (a copy that is not complete?)"
+  return ""
 
 
 def _spelled(options: Any) -> str:
@@ -86,129 +157,369 @@ def _spelled(options: Any) -> str:
   return ", ".join(f"{name}={str(value).lower()}" for name, value in options.items())
 
 
-def convert(out: Path, source: Source, plan: Plan, *, workers: int, command: str) -> None:
-  """Carries out the plan and puts the result at `out`, replacing what is there.
+def progress_so_far(out: str | Path, source: Source, plan: Plan, commit: Commit) -> tuple[Slices, int, int]:
+  """Returns the slices of a conversion, how many of them are done and their bytes, without changing anything.
 
-  Call `check_output` before. An error or Ctrl-C leaves `out` as it was and nothing beside it; so does an `out` that
-  another conversion is making or has made meanwhile.
+  Raises:
+    InputError: if the conversion of something else is under way there.
+  """
+  work = Slices(plan.leaves, source.tensors)
+  unfinished = Unfinished(_absolute(out), commit)
+  under_way = unfinished.plan()
+  if under_way is None:
+    return work, 0, 0
+  _check_same(unfinished, under_way, _identity(plan, work))
+  done = _valid(unfinished, work, source)
+  return work, len(done), sum(work.size(number) for number in done)
+
+
+def convert(out: str | Path, source: Source, plan: Plan, job: Job) -> Outcome:
+  """Carries out the plan, or what is left of it, and puts the result at `out`.
+
+  Call `check_output` before. An error, Ctrl-C or a kill leaves `out` as it was; the slices that are done are kept, and
+  the next run with the same source and options goes on from there.
+
+  Raises:
+    InputError: naming what stopped it: a value, a file, the disk, another conversion.
+  """
+  out = _absolute(out)
+  decode = _decode_yml(source, plan, job.command)  # First: it costs nothing and may fail.
+  work = Slices(plan.leaves, source.tensors)
+  unfinished = Unfinished(out, job.commit)
+  replaced = None if is_url(out) else _inode(Path(out))
+  _check_other_mode(out, job.commit)
+  todo: list[int] = []
+  with unfinished.lock(job.part):
+    done = _begin(unfinished, source, plan, work, job)
+    try:
+      if job.convert:
+        todo = [n for n in (work.part(*job.part) if job.part else range(len(work))) if n not in done]
+        _check_space(unfinished, work, todo)
+        _write_slices(unfinished, source, work, todo, done, job.workers)
+        if job.hash_shards:
+          _hash_shards(unfinished, source, job)
+      if job.finish and job.part is None:
+        _commit(unfinished, source, plan, work, decode, job, replaced)
+    except InputError as error:
+      raise _resumable(error, unfinished, work, job) from error
+  if job.finish and job.part is not None:
+    with unfinished.lock(None):
+      _commit(unfinished, source, plan, work, decode, job, replaced)
+  missing = 0 if job.finish else len(work) - len(unfinished.entries(work))
+  nbytes = sum(work.size(number) for number in todo)
+  return Outcome(
+    finished=job.finish, slices=len(work), found=len(done), written=len(todo), nbytes=nbytes, missing=missing
+  )
+
+
+def _absolute(out: str | Path) -> str:
+  return str(out).rstrip("/") if is_url(str(out)) else str(Path(out).resolve())
+
+
+def _check_other_mode(out: str, commit: Commit) -> None:
+  """Raises if a conversion that commits in the other way is under way at `out`."""
+  if is_url(out):
+    return
+  other: Commit = "marker" if commit == "rename" else "rename"
+  unfinished = Unfinished(out, other)
+  if unfinished.state.read(PLAN) is not None:
+    raise InputError(
+      f"{unfinished.where}: holds an unfinished conversion that commits by {other}: give --commit {other}, or remove it"
+    )
+
+
+def tidy(out: str | Path, commit: Commit) -> None:
+  """Removes what a kill right after the commit left beside a finished `out`: the journal."""
+  unfinished = Unfinished(_absolute(out), commit)
+  if commit == "rename" and unfinished.state.read(PLAN) is not None and not unfinished.data.exists():
+    with contextlib.suppress(Locked), unfinished.lock(None):
+      unfinished.remove()
+
+
+def _identity(plan: Plan, work: Slices) -> dict[str, Any]:
+  """What must be equal for slices of several runs to be joined."""
+  return {
+    "schema": 1,
+    "writer": WRITER,
+    "source": plan.fingerprint,
+    "options": plan.options,
+    "slices": len(work),
+    "bytes": work.nbytes,
+  }
+
+
+def _check_same(unfinished: Unfinished, found: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+  """Raises unless the conversion under way is the one asked for."""
+  differences = {
+    "source": "of another source (its headers differ)",
+    "options": f"with other options ({_spelled(found.get('options'))}; asked for {_spelled(asked['options'])})",
+  }
+  for field, value in asked.items():
+    if found.get(field) != value:
+      what = differences.get(field, f"by another version ({field} {found.get(field)}, expected {value})")
+      raise InputError(
+        f"{unfinished.where}: holds an unfinished conversion {what}: finish it, give --overwrite to start anew, or "
+        "choose another OUT"
+      )
+
+
+def _begin(unfinished: Unfinished, source: Source, plan: Plan, work: Slices, job: Job) -> set[int]:
+  """Takes up the conversion under way, or begins one. Returns the slices that are done."""
+  identity, under_way = _identity(plan, work), unfinished.plan()
+  if under_way is not None and job.overwrite and under_way != identity:
+    _check_alone(unfinished, job, "an unfinished conversion of something else")
+    under_way = None
+  if under_way is not None:
+    _check_same(unfinished, under_way, identity)
+    done = _valid(unfinished, work, source)
+    changed = len(unfinished.entries(work)) - len(done)
+    if changed:
+      _say(f"{unfinished.where}: {changed} finished slice(s) are written again: their shards have changed since")
+    if done:
+      _say(f"{unfinished.where}: {len(done):,} of {len(work):,} slices are done, going on from there")
+    return done
+  if not job.convert:
+    raise InputError(f"{unfinished.where}: no conversion is under way there, nothing to finish; convert first")
+  if unfinished.leftovers():
+    _check_alone(unfinished, job, "what a removal left")
+    unfinished.clear()
+  unfinished.begin(identity)
+  return set()
+
+
+def _check_alone(unfinished: Unfinished, job: Job, what: str) -> None:
+  """Parts share what they find, so none of them may remove it."""
+  if job.part is not None:
+    raise InputError(f"{unfinished.where}: holds {what}, which no --part may remove: remove it before the first part")
+
+
+def _valid(unfinished: Unfinished, work: Slices, source: Source) -> set[int]:
+  """The slices that are done and whose shards are still what they were made from."""
+  now: dict[str, str] = {}
+  valid = set()
+  for number, entry in unfinished.entries(work).items():
+    for shard in entry.shards:
+      if shard in source.shards and shard not in now:
+        now[shard] = source.stamp(shard)
+    if all(now.get(shard) == stamp for shard, stamp in entry.shards.items()):
+      valid.add(number)
+  return valid
+
+
+def _resumable(error: InputError, unfinished: Unfinished, work: Slices, job: Job) -> InputError:
+  """The error, with what is kept: nothing of a source that cannot be converted, where that is little work."""
+  done = unfinished.entries(work)
+  little = sum(map(work.size, done)) < _KEPT_BYTES and not isinstance(error, Unreadable | Unwritable)
+  if not done or little:
+    if job.part is None:
+      unfinished.clear()
+      unfinished.remove()
+    return error
+  return InputError(
+    f"{error}; {len(done):,} of {len(work):,} slices are done and kept in {unfinished.where}: the same command goes on "
+    "from there"
+  )
+
+
+def _check_space(unfinished: Unfinished, work: Slices, todo: list[int]) -> None:
+  if not isinstance(unfinished.data, LocalStore):
+    return
+  needed, free = sum(work.size(number) for number in todo), unfinished.data.free()
+  if free < needed:
+    where = unfinished.data.root.parent
+    raise InputError(f"{where}: {free:,} bytes free, the conversion takes {needed:,}; make room or choose another OUT")
+
+
+def _write_slices(
+  unfinished: Unfinished, source: Source, work: Slices, todo: list[int], done: set[int], workers: int
+) -> None:
+  stamps = {shard: source.stamp(shard) for shard in source.shards}
+  initial = sum(work.size(number) for number in done)
+  total = initial + sum(work.size(number) for number in todo)
+  with Progress("convert", total, done=initial) as progress:
+
+    def write_one(number: int) -> None:
+      sums: list[int] = []
+      unfinished.data.write(f"{ITEMS}/{file_name(number)}", write.slice_parts(work, number, source, sums))
+      shards = work.shards(number)
+      for shard in shards:
+        source.check_unchanged(shard)
+      unfinished.add(number, sums, {shard: stamps[shard] for shard in shards})
+      progress.add(work.size(number))
+
+    write.run_all(todo, write_one, workers)
+
+
+def _hash_shards(unfinished: Unfinished, source: Source, job: Job) -> None:
+  """Records the SHA-256 of every shard, or of this part's, unless an earlier run has."""
+  known, shards = unfinished.hashes(), sorted(source.shards)
+  share, count = job.part or (1, 1)
+  todo = [i for i in range(share - 1, len(shards), count) if known.get(shards[i], ("",))[0] != source.stamp(shards[i])]
+  with Progress("hash", sum(source.shards[shards[i]].size for i in todo)) as progress:
+
+    def hash_one(number: int) -> None:
+      shard = shards[number]
+      digest = file_sha256(source.directory / shard, progress.add)
+      source.check_unchanged(shard)
+      unfinished.add_hash(number, shard, source.stamp(shard), digest)
+
+    write.run_all(todo, hash_one, job.workers)
+
+
+def file_sha256(path: Path, progress: Callable[[int], Any] = lambda _: None) -> str:
+  """Returns the hex SHA-256 of a file's bytes.
 
   Args:
-    out: Where to.
-    source: What the plan was made from.
-    plan: What to write.
-    workers: Leaves written at a time.
-    command: The command line, for the header of decode.yml.
+    path: The file.
+    progress: Called with the number of bytes read, time after time.
+
+  Raises:
+    InputError: if it cannot be read.
   """
-  decode = _decode_yml(source, plan, command)  # First: it costs nothing and may fail.
-  out = out.resolve()  # TensorStore takes no path with `..` in it.
-  with _appearing(out, plan) as temporary:
-    sums = _write_arrays(temporary, source, plan, workers)
-    for name in COPIED_FILES:
-      if (source.directory / name).is_file():
-        shutil.copyfile(source.directory / name, temporary / name)
-    (temporary / "decode.yml").write_text(decode)
-    (temporary / RECORD).write_text(json.dumps(_record(source, plan, sums), indent=2) + "\n")
-
-
-@contextlib.contextmanager
-def _appearing(out: Path, plan: Plan) -> Iterator[Path]:
-  """A fresh directory beside `out` that becomes `out` at the end, or vanishes on an error.
-
-  Its name holds the source's fingerprint: a later version may find it again and resume.
-  """
-  temporary = out.parent / f"{out.name}.partial-{plan.fingerprint[:12]}"
-  replaced = _inode(out)
+  digest, buffer = hashlib.sha256(), bytearray(_HASH_BYTES)
   try:
-    temporary.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(temporary, os.O_RDONLY)
+    with path.open("rb", buffering=0) as file:
+      while count := file.readinto(buffer):
+        digest.update(memoryview(buffer)[:count])
+        progress(count)
   except OSError as error:
-    raise InputError(f"{temporary}: cannot be created ({error.strerror}), choose another OUT") from error
+    raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+  return digest.hexdigest()
+
+
+def _commit(
+  unfinished: Unfinished, source: Source, plan: Plan, work: Slices, decode: str, job: Job, replaced: int | None
+) -> None:
+  """Makes the checkpoint of the slices and lets OUT appear."""
+  entries, valid = unfinished.entries(work), _valid(unfinished, work, source)
+  missing = [number for number in range(len(work)) if number not in valid]
+  if missing:
+    stretches = [f"{a} to {b}" if a < b else str(a) for a, b in _stretches(missing)]
+    raise InputError(
+      f"{unfinished.where}: {len(missing):,} of {len(work):,} slices are not done ({listed(stretches)}): convert "
+      "the missing part(s) before --finish"
+    )
+  hashes = _hashes(unfinished, source) if job.hash_shards else {}
+  sums = write.leaf_checksums(work, {number: entries[number].checksums for number in entries})
+  identity = json.dumps(_identity(plan, work), sort_keys=True).encode()
+  index = write.database(work, uuid=hashlib.sha256(identity).digest()[:16])
+  custom = {"scan_layers": plan.scan, "layout": LAYOUTS[plan.scan], "options": plan.options, "source": plan.fingerprint}
+  record = _record(source, plan, sums, job.commit, hashes)
+  files: list[tuple[str, bytes]] = [
+    (f"{ITEMS}/{write.INDEX_FILE}", index.index),
+    (f"{ITEMS}/_METADATA", write.tree_metadata(plan.leaves)),
+    ("0/_CHECKPOINT_METADATA", write.checkpoint_metadata(custom)),
+    *((name, content) for name in COPIED_FILES if (content := _content(source.directory / name)) is not None),
+    ("decode.yml", decode.encode()),
+    (f"{ITEMS}/{ocdbt.MANIFEST}", index.manifest),  # From here on the arrays can be read.
+    (RECORD, (json.dumps(record, indent=2) + "\n").encode()),
+  ]
+  expected = {name for name, _ in files} | {f"{ITEMS}/{file_name(number)}" for number in range(len(work))}
+  for name in unfinished.data.names():
+    if name not in expected and not name.startswith(f"{STATE_DIRECTORY}/"):
+      unfinished.data.delete(name)  # Of a killed write, or of what OUT held before.
+  for name, content in files:
+    unfinished.data.write(name, [content])
+  if job.commit == "marker":
+    for name in MARKERS:
+      unfinished.data.write(name, [b"This checkpoint is complete.\n"])
+  else:
+    _swap(unfinished, Path(unfinished.out), replaced)
+  unfinished.remove()
+
+
+def _stretches(numbers: list[int]) -> list[tuple[int, int]]:
+  """Runs of consecutive numbers, as first and last."""
+  found: list[tuple[int, int]] = []
+  for number in numbers:
+    if found and found[-1][1] == number - 1:
+      found[-1] = (found[-1][0], number)
+    else:
+      found.append((number, number))
+  return found
+
+
+def _hashes(unfinished: Unfinished, source: Source) -> dict[str, str]:
+  known = unfinished.hashes()
+  missing = [shard for shard in source.shards if known.get(shard, ("",))[0] != source.stamp(shard)]
+  if missing:
+    raise InputError(
+      f"{unfinished.where}: no hash of {listed(missing)}: give --hash to every part, or leave it out of --finish"
+    )
+  return {shard: known[shard][1] for shard in source.shards}
+
+
+def _content(path: Path) -> bytes | None:
   try:
-    _lock(descriptor, temporary)
-    try:
-      _make_empty(temporary, plan.nbytes)
-      yield temporary
-      _swap(temporary, out, replaced)
-    except BaseException:  # Ctrl-C too
-      shutil.rmtree(temporary, ignore_errors=True)
-      raise
-  finally:
-    os.close(descriptor)
+    return path.read_bytes() if path.exists() else None
+  except OSError as error:
+    raise InputError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def _inode(path: Path) -> int | None:
   return path.stat().st_ino if path.exists() else None
 
 
-def _lock(descriptor: int, directory: Path) -> None:
-  """Makes the open `directory` ours, until it is closed or we are killed. Two writers would ruin each other's files."""
-  try:
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError as error:
-    raise InputError(f"{directory}: another conversion is writing there, wait for it or choose another OUT") from error
-  except OSError:
-    pass  # A file system without locks: nothing can be told.
-  if _inode(directory) != os.fstat(descriptor).st_ino:  # It was renamed between opening and locking.
-    raise InputError(f"{directory}: another conversion was writing there and has just ended, start again")
-
-
-def _make_empty(directory: Path, nbytes: int) -> None:
-  """Removes what a killed conversion left, and checks that the disk has room for `nbytes`."""
-  try:
-    for path in directory.iterdir():
-      shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    free = shutil.disk_usage(directory).free
-  except OSError as error:
-    raise InputError(f"{directory}: cannot be emptied ({error.strerror}), choose another OUT") from error
-  if free < nbytes:
-    raise InputError(f"{directory.parent}: {free:,} bytes free, the conversion takes {nbytes:,}; choose another OUT")
-
-
-def _swap(temporary: Path, out: Path, replaced: int | None) -> None:
-  """Renames `temporary` to `out`; what was there, the directory with inode `replaced`, goes away only after that."""
+def _swap(unfinished: Unfinished, out: Path, replaced: int | None) -> None:
+  """Renames what was written to `out`; what was there, the directory with inode `replaced`, goes away after that."""
+  made = Path(unfinished.where) / "out"
   if _inode(out) != replaced:
-    raise InputError(f"{out}: changed while the conversion ran, nothing written; start again or choose another OUT")
-  if replaced is None:
-    temporary.rename(out)
-    return
-  old = out.parent / f"{temporary.name}.replaced"
-  out.rename(old)
+    raise InputError(f"{out}: changed while the conversion ran; remove it or choose another OUT")
+  for directory in {made, *(path.parent for path in made.rglob("*"))}:
+    _sync(directory)
   try:
-    temporary.rename(out)
-  except BaseException:
-    old.rename(out)
-    raise
-  shutil.rmtree(old)
+    if replaced is None:
+      made.rename(out)
+    else:
+      old = Path(unfinished.where) / "replaced"
+      out.rename(old)
+      try:
+        made.rename(out)
+      except BaseException:
+        old.rename(out)
+        raise
+    _sync(out.parent)
+  except OSError as error:
+    raise InputError(f"{out}: cannot be made ({error.strerror})") from error
 
 
-def _write_arrays(directory: Path, source: Source, plan: Plan, workers: int) -> dict[str, str]:
-  step, lock = directory / STEP, threading.Lock()
-  step.mkdir()
-  with tqdm.tqdm(total=plan.nbytes, unit="B", unit_scale=True, unit_divisor=1024, desc="convert") as bar:
+def _sync(directory: Path) -> None:
+  """Puts a directory's entries on stable storage, where the file system can."""
+  descriptor = os.open(directory, os.O_RDONLY)
+  try:
+    os.fsync(descriptor)
+  except OSError:
+    pass  # Some file systems know no such thing.
+  finally:
+    os.close(descriptor)
 
-    def progress(nbytes: int) -> None:
-      with lock:
-        bar.update(nbytes)
 
-    return write.write_checkpoint(step, source, plan.leaves, scan=plan.scan, workers=workers, progress=progress)
-
-
-def _record(source: Source, plan: Plan, sums: Mapping[str, str]) -> dict[str, Any]:
+def _record(
+  source: Source, plan: Plan, sums: Mapping[str, str], commit: Commit, hashes: Mapping[str, str]
+) -> dict[str, Any]:
   """conversion.json: enough to recognise the conversion, to undo it, and to recognise every leaf."""
+  shards = {}
+  for name, shard in sorted(source.shards.items()):
+    shards[name] = {"size": shard.size, "header": shard.header} | ({"sha256": hashes[name]} if name in hashes else {})
   return {
     "schema": SCHEMA,
     "source": {
       "directory": str(source.directory.resolve()),
       "fingerprint": plan.fingerprint,
       "sample": source.sample(),
+      "shards": shards,
     },
     "options": plan.options,
+    "layout": LAYOUTS[plan.scan],
     "stored": dataclasses.asdict(plan.form) | {"float32_leaves": plan.config.float32_leaves},
     "packed_modules": plan.config.packed_modules,
+    "fp8_modules": plan.config.fp8_modules,
     "version": _version(),
+    "commit": commit,
     "leaves": len(plan.leaves),
     "bytes": plan.nbytes,
     checksums.FIELD: sums,
+    checksums.CHUNKS_FIELD: {write.leaf_name(leaf): chunks.chunk_shape(leaf) for leaf in plan.leaves},
   }
 
 
@@ -230,6 +541,10 @@ def _decode_yml(source: Source, plan: Plan, command: str) -> str:
   return header + yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=100)
 
 
-def default_workers() -> int:
-  """Leaves to write at a time: each worker holds about half a GiB, and four keep a disk busy."""
-  return min(4, os.cpu_count() or 1)
+def default_workers(ram_budget: int) -> int:
+  """Slices to write at a time: up to eight keep a disk busy; fewer with few CPUs or little memory."""
+  return max(1, min(8, os.cpu_count() or 1, ram_budget // write.WORKER_BYTES))
+
+
+def _say(line: str) -> None:
+  print(line, file=sys.stderr)

@@ -1,20 +1,16 @@
-"""Writes leaves as an Orbax checkpoint (OCDBT, zarr3), slice by slice.
+"""The bytes of a converted checkpoint: the data file of each slice, and what makes an Orbax checkpoint of them.
 
-Orbax's own save wants whole arrays, and a stacked expert leaf of Kimi K3 has hundreds of GiB. So the arrays go through
-TensorStore, which Orbax itself uses, and Orbax's two metadata files are written by hand. What bounds memory: a worker
-holds one stored tensor and at most RUN_BYTES of slices (one slice if that is more), which TensorStore copies once more.
+Orbax's own save wants whole arrays, and a stacked expert leaf of Kimi K3 has hundreds of GiB. So a chunk is written as
+its zarr3 array stores it, the description of each array is TensorStore's own, the index that joins them is
+`kimi_k3.convert.ocdbt`, and Orbax's two metadata files are written by hand. The same plan gives the same bytes.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import json
-import math
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (numpy learns the name bfloat16 from it)
@@ -22,69 +18,61 @@ import numpy as np
 import tensorstore as ts
 
 from kimi_k3 import checksums
-from kimi_k3.convert import transforms
+from kimi_k3.convert import chunks, ocdbt, slices, transforms
 from kimi_k3.convert.index import Source
-from kimi_k3.convert.mapping import Leaf, Piece
-from kimi_k3.convert.plan import leaf_bytes
-from kimi_k3.errors import InputError
+from kimi_k3.convert.mapping import Leaf
+from kimi_k3.convert.slices import Slices
 
-CHUNK_BYTES = 256 * 1024 * 1024  # 256 MiB: a loader reads whole chunks, a device rarely wants more of one array.
-RUN_BYTES = 128 * 1024 * 1024  # 128 MiB: what one OCDBT commit writes; many small experts or leaves go into one.
-NODE_BYTES = 512 * 1024  # 512 KiB: of OCDBT's index; a commit rewrites a node, and there are half a million keys.
-_REASON_LENGTH = 160  # characters of TensorStore's message, which names the file at every level and the reason last
-
+WORKER_BYTES = (
+  256 * 1024 * 1024
+)  # What one worker holds at most: some chunks, before and after, or a slice for a bucket.
 KEY_PREFIX = ("params", "params")  # The item, and inside it Flax's collection: where MaxText looks for weights.
+INDEX_FILE = f"{slices.DATA_DIRECTORY}/index"
 _DICT_KEY = 2  # Orbax's key_type for a step into a dict.
 _HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
+_NO_TIME = 1  # Nanoseconds since 1970, where Orbax wants a time: the same source gives the same bytes at any time.
 
 
 class Stopped(Exception):
   """Another worker failed or the user interrupted: give up without an error of one's own."""
 
 
-def write_checkpoint(
-  directory: Path, source: Source, leaves: Sequence[Leaf], *, scan: bool, workers: int, progress: Callable[[int], Any]
-) -> dict[str, str]:
-  """Writes `directory`/items and the metadata beside it, and returns the checksum of every leaf by its name.
+def slice_parts(work: Slices, number: int, source: Source, sums: list[int]) -> Iterator[Any]:
+  """The buffers of a slice's data file, one after the other, each made when the one before is done with.
 
   Args:
-    directory: The step directory; must exist and be empty. TensorStore refuses a path with `..` in it.
+    work: All slices.
+    number: Which.
     source: Where to read from.
-    leaves: What to write.
-    scan: Recorded for whoever reads the checkpoint.
-    workers: Groups of leaves written at a time.
-    progress: Called with a number of bytes, from any worker, when they are written.
+    sums: Gets the checksum of each chunk, in the order of the file.
 
   Raises:
-    InputError: for a stored value that cannot be represented, and when the disk takes no more.
+    InputError: for a stored value that cannot be represented, and for a file that cannot be read.
   """
-  items = directory / "items"
-  items.mkdir()
-  context, stop = ts.Context(), threading.Event()
-  sums: dict[str, int] = {}  # each leaf is written by one worker, in the order of its bytes
-
-  def write(group: Sequence[Leaf]) -> None:
-    for nbytes in write_group(items, group, source, context, sums):
-      progress(nbytes)
-      if stop.is_set():
-        raise Stopped
-
-  _run_all(write, _groups(leaves), workers, stop)
-  _write_json(items / "_METADATA", _tree_metadata(leaves))
-  _write_json(directory / "_CHECKPOINT_METADATA", _checkpoint_metadata(scan))
-  return {_name(leaf): checksums.spelled(sums[_name(leaf)]) for leaf in leaves}
+  for placed in work.chunks(number):
+    leaf, chunk = work.leaves[placed.leaf], placed.chunk
+    shape = chunk.shape[len(chunk.piece.index) :]
+    part = transforms.apply(leaf.transform, chunk.piece.names, source.read, shape, chunk.rows)
+    whole = checksums.filled(part.reshape(chunk.shape), chunks.chunk_shape(leaf))
+    del part  # not held while the next one is made
+    data = np.ascontiguousarray(whole).reshape(-1).view(np.uint8)
+    sums.append(checksums.chunk_checksum(data))
+    yield data
+    del data, whole
+    yield sums[-1].to_bytes(checksums.CHECKSUM_BYTES, "little")
 
 
-def _name(leaf: Leaf) -> str:
-  return ".".join(leaf.path)
+def run_all(tasks: Iterable[int], work: Callable[[int], None], workers: int) -> None:
+  """Runs `work` on all tasks, in order. The first error, Ctrl-C included, lets those under way end and is raised."""
+  stop = threading.Event()
 
+  def unless_stopped(task: int) -> None:
+    if stop.is_set():
+      raise Stopped
+    work(task)
 
-def _run_all(
-  write: Callable[[Sequence[Leaf]], None], groups: Sequence[Sequence[Leaf]], workers: int, stop: threading.Event
-) -> None:
-  """Runs `write` on all groups. The first error, Ctrl-C included, stops the others and is raised."""
   with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-    pending = [pool.submit(write, group) for group in groups]
+    pending = [pool.submit(unless_stopped, task) for task in tasks]
     try:
       for future in concurrent.futures.as_completed(pending):
         future.result()
@@ -94,142 +82,63 @@ def _run_all(
       raise
 
 
-def _groups(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
-  """Leaves to write together: small ones up to RUN_BYTES, a large one alone.
+def leaf_name(leaf: Leaf) -> str:
+  """A leaf's name in messages and records."""
+  return ".".join(leaf.path)
 
-  The largest come first, so that no worker starts the longest leaf when the others have finished.
+
+def leaf_checksums(work: Slices, sums: Mapping[int, Sequence[int]]) -> dict[str, str]:
+  """Returns the recorded checksum of every leaf by its name.
+
+  Args:
+    work: All slices.
+    sums: Of each slice, the checksums of its chunks.
   """
-  groups, size = [], 0
-  for leaf in sorted(leaves, key=leaf_bytes, reverse=True):
-    size += leaf_bytes(leaf)
-    if not groups or size > RUN_BYTES:
-      groups.append([])
-      size = leaf_bytes(leaf)
-    groups[-1].append(leaf)
-  return groups
+  grids = [np.zeros(_grid(leaf), np.uint32) for leaf in work.leaves]
+  for number in range(len(work)):
+    for placed, checksum in zip(work.chunks(number), sums[number], strict=True):
+      grids[placed.leaf][placed.chunk.index] = checksum
+  return {
+    leaf_name(leaf): checksums.leaf_checksum(map(int, grid.reshape(-1)))
+    for leaf, grid in zip(work.leaves, grids, strict=True)
+  }
 
 
-def write_group(
-  items: Path, group: Sequence[Leaf], source: Source, context: ts.Context, sums: dict[str, int]
-) -> Iterator[int]:
-  """Writes a group of leaves, adds their checksums to `sums` and yields the bytes written after each step.
-
-  A commit makes a few files and waits for the disk, so small leaves share one through a transaction, which holds them
-  in memory until then. A leaf larger than that commits each run of slices.
-  """
-  small = sum(map(leaf_bytes, group)) <= RUN_BYTES
-  transaction = ts.Transaction() if small else None
-  for leaf in group:
-    array, name = _create(items, leaf, context, transaction), _name(leaf)
-    for part in write_leaf(array, leaf, source):
-      sums[name] = checksums.extend(sums.get(name, 0), part)
-      nbytes = part.nbytes
-      del part  # not held while the next one is made
-      yield nbytes
-  if transaction is not None:
-    with _storing():
-      transaction.commit_sync()
+def _grid(leaf: Leaf) -> tuple[int, ...]:
+  return tuple(-(-size // chunk) for size, chunk in zip(leaf.shape, chunks.chunk_shape(leaf), strict=True))
 
 
-@contextlib.contextmanager
-def _storing() -> Iterator[None]:
-  """Around every call that stores something: TensorStore knows one kind of error, a full disk is another's fault."""
-  try:
-    yield
-  except (ValueError, OSError) as error:
-    # It names the same file at every level, and the reason at the end.
-    reason = " ".join(str(error).split())[-_REASON_LENGTH:]
-    raise InputError(f"the checkpoint cannot be written, is the disk full? ...{reason}") from error
+def database(work: Slices, uuid: bytes) -> ocdbt.Database:
+  """Returns the index of all data files. Its own file is INDEX_FILE."""
+  prefixes = [".".join((*KEY_PREFIX, *leaf.path)) for leaf in work.leaves]
+  entries: list[tuple[bytes, bytes | ocdbt.Reference]] = [
+    (f"{prefix}/zarr.json".encode(), array_metadata(leaf)) for prefix, leaf in zip(prefixes, work.leaves, strict=True)
+  ]
+  for number in range(len(work)):
+    file = slices.file_name(number)
+    for placed in work.chunks(number):
+      key = chunks.key(placed.chunk.index)
+      value = ocdbt.Reference(file, placed.offset, placed.nbytes)
+      entries.append((f"{prefixes[placed.leaf]}/{key}".encode(), value))
+  return ocdbt.database(entries, index_path=INDEX_FILE, uuid=uuid)
 
 
-def write_leaf(array: ts.TensorStore, leaf: Leaf, source: Source) -> Iterator[np.ndarray]:
-  """Writes one leaf piece by piece and yields each part when it is written, in the order of the leaf's bytes."""
-  rows = _chunk_rows(leaf)
-  if leaf.slice_shape and rows < leaf.slice_shape[0]:
-    for piece in sorted(leaf.pieces):
-      yield from _write_rows(array, leaf, piece, source, rows)
-  else:
-    for run in _runs(leaf):
-      yield _write_run(array, leaf, run, source)
-
-
-def _slice_bytes(leaf: Leaf) -> int:
-  return math.prod(leaf.slice_shape) * np.dtype(leaf.dtype).itemsize
-
-
-def _chunk_rows(leaf: Leaf) -> int:
-  """How many rows of one piece's slice make a chunk: all of them, unless that is more than CHUNK_BYTES."""
-  if not leaf.slice_shape:
-    return 1
-  rows = leaf.slice_shape[0]
-  return max(1, min(rows, CHUNK_BYTES * rows // max(1, _slice_bytes(leaf))))
-
-
-def _chunk_shape(leaf: Leaf) -> list[int]:
-  """A chunk holds one block's or one expert's part, so that a device reads only what it holds."""
-  ones = [1] * len(leaf.pieces[0].index)
-  return [*ones, _chunk_rows(leaf), *leaf.slice_shape[1:]] if leaf.slice_shape else ones
-
-
-def _runs(leaf: Leaf) -> Iterator[list[Piece]]:
-  """Pieces that follow each other along the last index axis, up to RUN_BYTES together."""
-  limit, run = max(1, RUN_BYTES // max(1, _slice_bytes(leaf))), []
-  for piece in sorted(leaf.pieces):
-    follows = (
-      run and piece.index and piece.index[:-1] == run[-1].index[:-1] and piece.index[-1] == run[-1].index[-1] + 1
-    )
-    if run and (not follows or len(run) == limit):
-      yield run
-      run = []
-    run.append(piece)
-  yield run
-
-
-def _slice(leaf: Leaf, piece: Piece, source: Source) -> np.ndarray:
-  return transforms.apply(leaf.transform, piece.names, source.read, leaf.slice_shape)
-
-
-def _write_run(array: ts.TensorStore, leaf: Leaf, run: list[Piece], source: Source) -> np.ndarray:
-  buffer = np.empty((len(run), *leaf.slice_shape), leaf.dtype)
-  for i, piece in enumerate(run):
-    buffer[i] = _slice(leaf, piece, source)
-  first = run[0].index
-  target = array[(*first[:-1], slice(first[-1], first[-1] + len(run)))] if first else array
-  # The buffer is never written to again, so TensorStore need not copy it.
-  with _storing():
-    target.write(buffer if first else buffer[0], can_reference_source_data_indefinitely=True).result()
-  return buffer
-
-
-def _write_rows(array: ts.TensorStore, leaf: Leaf, piece: Piece, source: Source, rows: int) -> Iterator[np.ndarray]:
-  """One large piece, a chunk of rows at a time: a transposed view is copied only so far."""
-  whole, target = _slice(leaf, piece, source), array[piece.index] if piece.index else array
-  for start in range(0, whole.shape[0], rows):
-    part = np.ascontiguousarray(whole[start : start + rows])
-    with _storing():
-      target[start : start + len(part)].write(part, can_reference_source_data_indefinitely=True).result()
-    yield part
-
-
-def _create(items: Path, leaf: Leaf, context: ts.Context, transaction: ts.Transaction | None) -> ts.TensorStore:
-  base = {"driver": "file", "path": f"{items}/"}
-  kvstore = {
-      "driver": "ocdbt", "base": base, "path": ".".join((*KEY_PREFIX, *leaf.path)) + "/",
-      "config": {"max_decoded_node_bytes": NODE_BYTES},
-  }  # fmt: skip
+def array_metadata(leaf: Leaf) -> bytes:
+  """Returns the zarr.json of a leaf's array, as TensorStore writes it."""
+  context = ts.Context()
   metadata = {
     "shape": list(leaf.shape),
-    "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": _chunk_shape(leaf)}},
+    "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunks.chunk_shape(leaf))}},
     "data_type": leaf.dtype,
-    "codecs": [{"name": "bytes"}, {"name": "crc32c"}],  # A damaged chunk must not become a wrong answer.
+    # Little endian, as every machine that runs this is. A damaged chunk must not become a wrong answer.
+    "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
   }
-  # An all-zero chunk is not stored by default, and MaxText's trainer refuses to load an array with a missing chunk.
-  spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata, "store_data_equal_to_fill_value": True}
-  with _storing():
-    return ts.open(spec, create=True, context=context, transaction=transaction).result()
+  ts.open({"driver": "zarr3", "kvstore": "memory://", "metadata": metadata}, create=True, context=context).result()
+  return ts.KvStore.open("memory://", context=context).result().read("zarr.json").result().value
 
 
-def _tree_metadata(leaves: Sequence[Leaf]) -> dict[str, Any]:
+def tree_metadata(leaves: Sequence[Leaf]) -> bytes:
+  """Returns Orbax's `_METADATA` of the items directory."""
   tree = {}
   for leaf in leaves:
     keys = (*KEY_PREFIX, *leaf.path)
@@ -237,20 +146,20 @@ def _tree_metadata(leaves: Sequence[Leaf]) -> dict[str, Any]:
     value = {"value_type": "np.ndarray", "skip_deserialize": False}
     key = [{"key": name, "key_type": _DICT_KEY} for name in keys]
     tree[str(keys)] = {"key_metadata": key, "value_metadata": value}
-  return {
+  # Every chunk is stored, all-zero ones too: MaxText's trainer refuses to load an array with a missing chunk.
+  return _json({
       "tree_metadata": tree, "use_ocdbt": True, "use_zarr3": True, "store_array_data_equal_to_fill_value": True,
       "custom_metadata": None,
-  }  # fmt: skip
+  })  # fmt: skip
 
 
-def _checkpoint_metadata(scan: bool) -> dict[str, Any]:
-  now = time.time_ns()
-  return {
-      "item_handlers": {"items": _HANDLER}, "metrics": {}, "performance_metrics": {}, "init_timestamp_nsecs": now,
-      "commit_timestamp_nsecs": now, "custom_metadata": {"scan_layers": scan},
-  }  # fmt: skip
+def checkpoint_metadata(custom: Mapping[str, Any]) -> bytes:
+  """Returns Orbax's `_CHECKPOINT_METADATA` of the step directory, with what `custom` says of the checkpoint."""
+  return _json({
+      "item_handlers": {"items": _HANDLER}, "metrics": {}, "performance_metrics": {}, "init_timestamp_nsecs": _NO_TIME,
+      "commit_timestamp_nsecs": _NO_TIME, "custom_metadata": dict(custom),
+  })  # fmt: skip
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-  with _storing():
-    path.write_text(json.dumps(value))
+def _json(value: Mapping[str, Any]) -> bytes:
+  return json.dumps(value).encode()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,9 +22,20 @@ from kimi_k3.errors import InputError
 
 _SHOWN = 6  # offenders named in full; more are counted
 _METADATA_FILE = "_METADATA"
+RECORD_SCHEMA = 2  # of conversion.json
+UNFINISHED = ".unfinished/plan.json"  # below OUT while a conversion that commits by a marker is under way
+MARKERS = ("0/items/commit_success.txt", "0/commit_success.txt")  # below OUT when it is complete
 # 2 GiB: of leaves, the smallest first, whose content is compared on loading. Takes some seconds whatever the model, and
 # covers every leaf that keeps its shape when two of its axes are swapped, also at full size. JAX keeps the host's copy.
 CHECKED_BYTES = 2 * 1024**3
+
+
+_STORAGE_SETTINGS = ("scan_layers", "packed_modules", "fp8_modules", "float32_leaves")
+
+
+def storage_settings(config: Any) -> dict[str, Any]:
+  """Returns the settings of a MaxText config that decide how weights are stored."""
+  return {name: getattr(config, name) for name in _STORAGE_SETTINGS}
 
 
 def model_leaves(abstract_model: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
@@ -84,19 +95,23 @@ def _flatten(tree: Mapping[str, Any], prefix: str = ""):
       yield f"{prefix}{key}", value
 
 
-def load_params(path: str, abstract: nnx.State) -> nnx.State:
+def load_params(path: str, abstract: nnx.State, settings: Mapping[str, Any] | None = None) -> nnx.State:
   """Returns the parameters of the checkpoint at `path`, each where its sharding puts it.
 
   Args:
     path: The `items` directory.
     abstract: State of nnx.Param whose values are ShapeDtypeStructs with shardings.
+    settings: Of the config, as `storage_settings` gives them; compared with what the checkpoint was made for.
 
   Raises:
-    InputError: if tree, shapes or dtypes differ from the checkpoint's, the mesh does not divide a leaf, the data cannot
-      be read, or a leaf's content is not what was converted.
+    InputError: if the checkpoint is not finished or was made for other settings, tree, shapes or dtypes differ from it,
+      the mesh does not divide a leaf, the data cannot be read, or a leaf's content is not what was converted.
   """
   import orbax.checkpoint as ocp
 
+  record = read_record(path)
+  check_settings(settings or {}, record, path)
+  recorded = recorded_leaves(record, path)
   flat = nnx.to_flat_state(abstract)
   names = {path: ".".join(map(str, path)) for path, _ in flat}
   check_fit({names[p]: jax.ShapeDtypeStruct(v.shape, v.dtype) for p, v in flat}, stored_leaves(path), path)
@@ -116,7 +131,7 @@ def load_params(path: str, abstract: nnx.State) -> nnx.State:
     reason = " ".join(str(error.__cause__ or error).split())[:300]
     raise InputError(f"{path}: cannot be read: {reason}; convert again") from error
   nnx.replace_by_pure_dict(abstract, restored["params"]["params"])
-  check_content({names[p]: v[...] for p, v in nnx.to_flat_state(abstract)}, recorded_checksums(path), path)
+  check_content({names[p]: v[...] for p, v in nnx.to_flat_state(abstract)}, recorded, path)
   return abstract
 
 
@@ -146,40 +161,113 @@ def check_cuts(leaves: Mapping[str, Any]) -> None:
     raise InputError(f"the mesh does not divide {_shown(faults)}: set parallelism to sizes that do")
 
 
-def recorded_checksums(path: str) -> dict[str, str]:
-  """Returns what `convert` recorded of each leaf in OUT/0/items; nothing for a checkpoint that it did not write.
+class Recorded(NamedTuple):
+  """What `convert` recorded of a leaf: its checksum, and the shape of the chunks that it was made over."""
+
+  checksum: str
+  chunk_shape: tuple[int, ...]
+
+
+def read_record(path: str) -> dict[str, Any] | None:
+  """Returns the record of the conversion whose OUT/0/items `path` is; None for what `convert` did not write.
 
   Raises:
-    InputError: if there is a record that cannot be read.
+    InputError: if the conversion is not finished, or its record cannot be read or is of another version.
   """
   from etils import epath
 
-  record = epath.Path(path).parent.parent / checksums.RECORD
+  out = epath.Path(path).parent.parent
+  if (out / UNFINISHED).exists():
+    raise InputError(
+      f"{path}: the conversion that makes it is not finished ({out / UNFINISHED} is there): finish it first"
+    )
+  record = out / checksums.RECORD
   if not record.exists():
-    return {}
+    return None
   try:
-    found = json.loads(record.read_text())[checksums.FIELD]
+    found = json.loads(record.read_text())
+    schema = found["schema"]
   except (KeyError, TypeError, ValueError, OSError) as error:
-    raise InputError(f"{record}: holds no {checksums.FIELD}: {' '.join(str(error).split())}; convert again") from error
-  if not isinstance(found, dict) or not found or not all(isinstance(value, str) for value in found.values()):
-    raise InputError(f"{record}: {checksums.FIELD} are not a hexadecimal number a leaf; convert again")
+    raise InputError(f"{record}: cannot be read: {' '.join(str(error).split())}; convert again") from error
+  if schema != RECORD_SCHEMA:
+    raise InputError(f"{record}: is of schema {schema!r}, this version reads {RECORD_SCHEMA}; convert again")
+  missing = [marker for marker in MARKERS if found.get("commit") == "marker" and not (out / marker).exists()]
+  if missing:
+    raise InputError(f"{path}: its commit marker {out / missing[0]} is missing: not finished, or not copied to the end")
   return found
 
 
-def check_content(leaves: Mapping[str, Any], recorded: Mapping[str, str], path: str) -> None:
+def recorded_leaves(record: Mapping[str, Any] | None, path: str) -> dict[str, Recorded]:
+  """Returns what a record says of each leaf; nothing without a record.
+
+  Raises:
+    InputError: if it does not say it.
+  """
+  if record is None:
+    return {}
+  sums, shapes = record.get(checksums.FIELD), record.get(checksums.CHUNKS_FIELD)
+  if (
+    not isinstance(sums, dict)
+    or not isinstance(shapes, dict)
+    or not sums
+    or sums.keys() != shapes.keys()
+    or not all(isinstance(value, str) for value in sums.values())
+    or not all(map(_is_shape, shapes.values()))
+  ):
+    raise InputError(
+      f"{path}: its {checksums.RECORD} lacks {checksums.FIELD} and {checksums.CHUNKS_FIELD} of each leaf; convert again"
+    )
+  return {name: Recorded(checksum, tuple(shapes[name])) for name, checksum in sums.items()}
+
+
+def _is_shape(value: Any) -> bool:
+  return isinstance(value, list) and all(type(size) is int and size > 0 for size in value)
+
+
+def check_settings(settings: Mapping[str, Any], record: Mapping[str, Any] | None, path: str) -> None:
+  """Raises InputError if a checkpoint was made for other settings than these.
+
+  Args:
+    settings: Of the config, as `storage_settings` gives them.
+    record: Of the conversion; nothing is said without one.
+    path: For the message.
+  """
+  if record is None:
+    return
+  made = {
+    "scan_layers": record.get("options", {}).get("scan"),
+    "packed_modules": record.get("packed_modules"),
+    "fp8_modules": record.get("fp8_modules"),
+    "float32_leaves": record.get("stored", {}).get("float32_leaves"),
+  }
+  faults = []
+  for name, value in settings.items():
+    wanted = sorted(value) if isinstance(value, list | tuple) else value
+    found = sorted(made[name]) if isinstance(made[name], list) else made[name]
+    if found != wanted:
+      faults.append(f"{name} is {json.dumps(wanted)} in the config, {json.dumps(found)} in the checkpoint")
+  if faults:
+    raise InputError(
+      f"{path}: made for another config: {'; '.join(faults)}. Use the decode.yml written with it, or convert again"
+    )
+
+
+def check_content(leaves: Mapping[str, Any], recorded: Mapping[str, Recorded], path: str) -> None:
   """Raises InputError if one of the smallest leaves, CHECKED_BYTES of them together, is not what was recorded of it."""
   faults, left = [], CHECKED_BYTES
-  owners = {checksum: name for name, checksum in recorded.items()}
+  owners = {held.checksum: name for name, held in recorded.items()}
   for name, leaf in sorted(leaves.items(), key=lambda item: item[1].nbytes) if recorded else ():
     left -= leaf.nbytes
     if left < 0:
       break
     if not leaf.is_fully_addressable:  # spread over several hosts: none of them has all its bytes
       continue
-    found = checksums.spelled(checksums.extend(0, np.asarray(leaf)))
-    if found != recorded.get(name):
+    held = recorded.get(name)
+    fits = held is not None and len(held.chunk_shape) == leaf.ndim
+    found = checksums.array_checksum(np.asarray(leaf), held.chunk_shape) if held and fits else "none"
+    if held is None or found != held.checksum:
       whose = f", which is {owners[found]}" if found in owners else ""
-      faults.append(f"{name} has checksum {found}{whose}, recorded is {recorded.get(name, 'none')}")
+      faults.append(f"{name} has checksum {found}{whose}, recorded is {held.checksum if held else 'none'}")
   if faults:
     raise InputError(f"{path} is not what was converted: {_shown(faults)}. Convert again")
 

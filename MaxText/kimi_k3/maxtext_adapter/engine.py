@@ -16,7 +16,7 @@ from flax.linen import logical_axis_rules
 from jaxtyping import Array, Float
 
 from kimi_k3.errors import InputError
-from kimi_k3.maxtext_adapter.checkpoint import load_params
+from kimi_k3.maxtext_adapter.checkpoint import load_params, storage_settings
 from kimi_k3.maxtext_adapter.quiet import quiet
 from kimi_k3.maxtext_adapter.register import register_engine
 from kimi_k3.sharding import CACHE_BATCH, check_known, mesh_axes
@@ -187,7 +187,7 @@ def make_forward(config: Any) -> Forward:
 
   mesh, abstract = abstract_model(config, MODEL_MODE_TRAIN)
   graph, params, rest = nnx.split(abstract, nnx.Param, ...)
-  params, rest = load_params(checkpoint_path(config), params), concrete_rest(rest)
+  params, rest = load_params(checkpoint_path(config), params, storage_settings(config)), concrete_rest(rest)
 
   @jax.jit
   def forward(params, tokens, true_length):

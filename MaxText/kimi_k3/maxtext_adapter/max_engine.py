@@ -20,7 +20,7 @@ from jaxtyping import Array
 from maxtext.inference.maxengine import maxengine
 from maxtext.utils import maxtext_utils, sharding
 
-from kimi_k3.maxtext_adapter.checkpoint import check_cuts, load_params
+from kimi_k3.maxtext_adapter.checkpoint import check_cuts, load_params, storage_settings
 from kimi_k3.maxtext_adapter.engine import checkpoint_path, concrete_rest
 
 # The position of a slot that holds no row. Any negative one says so to the decoder; this one stays negative however
@@ -171,7 +171,7 @@ class KimiMaxEngine(maxengine.MaxEngine):
         sharding.nnx_construct_named_sharding(abstract, self._mesh),
       )
     if params is None:
-      params = load_params(checkpoint_path(self.config), placed)
+      params = load_params(checkpoint_path(self.config), placed, storage_settings(self.config))
     else:
       params = jax.tree.map(lambda leaf, place: jax.device_put(leaf, place.sharding), params, placed)
     self._nnx_rest_state = concrete_rest(rest)

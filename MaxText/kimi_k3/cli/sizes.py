@@ -1,0 +1,36 @@
+"""Sizes in bytes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from kimi_k3.errors import InputError
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_FACTORS = {"": 1, "B": 1} | {
+  prefix + unit: base**power
+  for power, prefix in enumerate("KMGT", 1)
+  for unit, base in (("", 1024), ("I", 1024), ("IB", 1024), ("B", 1000))
+}
+
+
+def parse(flag: str, text: str) -> int:
+  """Returns the bytes that a flag's value stands for: 1073741824, 1G, 1GiB (1024 cubed) or 1GB (1000 cubed).
+
+  Raises:
+    InputError: naming the flag, for anything else and for nothing.
+  """
+  match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([A-Za-z]{0,3})", text.strip())
+  factor = _FACTORS.get(match[2].upper()) if match else None
+  if match is None or factor is None or float(match[1]) * factor < 1:
+    raise InputError(f"{flag} is {text!r}, expected a size such as 2GiB, 500MB or a number of bytes")
+  return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+def spelled(nbytes: float) -> str:
+  """A size with four digits and a unit."""
+  size, units = float(nbytes), list(_UNITS)
+  while size >= 1024 and len(units) > 1:
+    size /= 1024
+    units.pop(0)
+  return f"{size:.4g} {units[0]}"

@@ -1,0 +1,157 @@
+"""A conversion under way: its plan, its journal and its locks, kept so that it can be stopped at any moment.
+
+    rename mode   OUT.partial/plan.json      OUT.partial/journal/      OUT.partial/out/ becomes OUT at the end
+    marker mode   OUT/.unfinished/plan.json  OUT/.unfinished/journal/  OUT itself; OUT/0/commit_success.txt comes last
+
+The journal has a file a slice, written when the slice's data file is on stable storage: its checksums, and which state
+of which shards it was made from. A kill loses the slices under way and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from kimi_k3.convert.slices import DATA_DIRECTORY, Slices, file_name
+from kimi_k3.convert.store import Store, in_directory, open_store
+from kimi_k3.errors import InputError
+
+Commit = Literal["rename", "marker"]
+ITEMS = "0/items"  # A step directory and its item, as Orbax and MaxText name them.
+PARTIAL_SUFFIX = ".partial"
+STATE_DIRECTORY = ".unfinished"
+PLAN = "plan.json"
+# Orbax's name. Its loader looks into the item's directory, its checkpoint manager into the step's. The last is the commit.
+MARKERS = (f"{ITEMS}/commit_success.txt", "0/commit_success.txt")
+MARKER = MARKERS[-1]
+_JOURNAL = "journal"
+_HASHES = "hashes"
+_LOCK = "lock"
+_OURS = (_LOCK, f"{_JOURNAL}/", f"{_HASHES}/", "out/")  # A removal that was killed leaves some of them.
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """What the journal says of a slice: its checksums, and a stamp of each shard it was made from."""
+
+  checksums: tuple[int, ...]
+  shards: Mapping[str, str]
+
+
+class Unfinished:
+  """The state of one conversion beside (or inside) its OUT."""
+
+  def __init__(self, out: str, commit: Commit):
+    self.out, self.commit = out, commit
+    where = in_directory(out, STATE_DIRECTORY) if commit == "marker" else out.rstrip("/") + PARTIAL_SUFFIX
+    self.where = where
+    self.state: Store = open_store(where)
+    self.data: Store = open_store(out if commit == "marker" else in_directory(where, "out"))
+
+  def plan(self) -> dict[str, Any] | None:
+    """What is being converted here; None when nothing is.
+
+    Raises:
+      InputError: if there are files that no conversion left, or its plan cannot be read.
+    """
+    content = self.state.read(PLAN)
+    if content is None:
+      strangers = [name for name in self.state.names() if not name.startswith(_OURS)]
+      if strangers:
+        raise InputError(
+          f"{self.where}: holds {strangers[0]} but no {PLAN}: no conversion under way; remove it or choose another OUT"
+        )
+      return None
+    try:
+      plan = json.loads(content)
+    except ValueError as error:
+      raise InputError(f"{self.where}/{PLAN}: cannot be read ({error}): remove {self.where} and start again") from error
+    if not isinstance(plan, dict):
+      raise InputError(f"{self.where}/{PLAN}: not an object: remove {self.where} and start again")
+    return plan
+
+  def leftovers(self) -> bool:
+    """Whether there are files without a plan: of a killed removal or, in marker mode, of what OUT held before."""
+    names = [name for name in self.state.names() if not name.startswith(_LOCK)]
+    return bool(names) or (self.commit == "marker" and any(self._data_names()))
+
+  def _data_names(self) -> list[str]:
+    return [name for name in self.data.names() if not name.startswith(f"{STATE_DIRECTORY}/")]
+
+  def begin(self, plan: Mapping[str, Any]) -> None:
+    """Records what is being converted."""
+    self.state.write(PLAN, [json.dumps(plan, indent=2).encode()])
+
+  def clear(self) -> None:
+    """Removes everything but the lock: the plan first, so that what is left is never taken for a conversion."""
+    self.state.delete(PLAN)
+    if self.commit == "marker":
+      for name in (*reversed(MARKERS), *self._data_names()):  # The markers first: from here on OUT is not complete.
+        self.data.delete(name)
+    for name in self.state.names():
+      if not name.startswith(_LOCK):
+        self.state.delete(name)
+
+  def remove(self) -> None:
+    """Removes the whole state, after the commit."""
+    self.state.delete(PLAN)
+    self.state.delete()
+
+  @contextlib.contextmanager
+  def lock(self, part: tuple[int, int] | None) -> Iterator[None]:
+    """Holds the conversion, or one part of it.
+
+    Raises:
+      Locked: if another process holds it, this part of it or, for the whole, any part.
+    """
+    with contextlib.ExitStack() as stack:
+      stack.enter_context(self.state.lock(_LOCK, shared=part is not None))
+      if part is not None:
+        stack.enter_context(self.state.lock(f"{_LOCK}-{part[0]}-of-{part[1]}"))
+      yield
+
+  def entries(self, work: Slices) -> dict[int, Entry]:
+    """The slices that are done: journaled, and with a data file of the right size. What is torn counts as not done."""
+    found, sizes = {}, self.data.sizes(f"{ITEMS}/{DATA_DIRECTORY}/")
+    for name in self.state.names(f"{_JOURNAL}/"):
+      entry = _entry(self.state.read(name))
+      number = name.removeprefix(f"{_JOURNAL}/").removesuffix(".json")
+      if entry is None or not number.isdigit() or int(number) >= len(work):
+        continue
+      file = f"{ITEMS}/{file_name(int(number))}"
+      if file in sizes and sizes[file] in (None, work.size(int(number))):
+        found[int(number)] = entry
+    return found
+
+  def add(self, number: int, checksums: Sequence[int], shards: Mapping[str, str]) -> None:
+    """Writes down that a slice is done."""
+    content = json.dumps({"checksums": list(checksums), "shards": dict(shards)})
+    self.state.write(f"{_JOURNAL}/{number:06d}.json", [content.encode()])
+
+  def hashes(self) -> dict[str, tuple[str, str]]:
+    """Of each shard that is hashed: its stamp then, and the hex SHA-256 of its bytes."""
+    found = {}
+    for name in self.state.names(f"{_HASHES}/"):
+      with contextlib.suppress(ValueError, KeyError, TypeError):
+        value = json.loads(self.state.read(name) or b"")
+        found[str(value["shard"])] = (str(value["stamp"]), str(value["sha256"]))
+    return found
+
+  def add_hash(self, number: int, shard: str, stamp: str, sha256: str) -> None:
+    """Writes down the hash of a shard."""
+    content = json.dumps({"shard": shard, "stamp": stamp, "sha256": sha256})
+    self.state.write(f"{_HASHES}/{number:06d}.json", [content.encode()])
+
+
+def _entry(content: bytes | None) -> Entry | None:
+  try:
+    value = json.loads(content or b"")
+    sums, shards = value["checksums"], value["shards"]
+  except (ValueError, KeyError, TypeError):
+    return None
+  if not isinstance(sums, list) or not isinstance(shards, dict) or not all(type(s) is int for s in sums):
+    return None
+  return Entry(tuple(sums), shards)
