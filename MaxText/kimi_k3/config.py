@@ -25,6 +25,9 @@ from kimi_k3.hf_keys import HARMLESS_KEYS, HARMLESS_WRAPPER_KEYS
 
 MXFP4_GROUP = 32
 PACKABLE_MODULES = ("experts", "latent", "shared_experts")
+FP8_BLOCK = 128  # a scale is for this many inputs times this many outputs
+# "dense": every matrix of a layer but the router and the routed experts, where it is not packed (convert/mapping.py).
+FP8_MODULES = ("dense", "experts")
 FLOAT32_KINDS = ("A_log", "conv1d", "dt_bias", "e_score_correction_bias", "o_norm")
 ALWAYS_FLOAT32 = ("A_log", "dt_bias")
 _MAX_SIZE = 2**31 - 1  # what an index holds
@@ -111,6 +114,7 @@ class KimiK3Config:
   pad_token_id: int = _field("pad_token_id", int)
   # How the weights are stored. Read off the tensors, not off config.json (see convert/storage.py).
   packed_modules: tuple[str, ...]
+  fp8_modules: tuple[str, ...]
   float32_leaves: tuple[str, ...]
 
   def __post_init__(self) -> None:
@@ -146,7 +150,12 @@ class KimiK3Config:
 
   @classmethod
   def from_hf(
-    cls, config: Mapping[str, Any], *, packed_modules: tuple[str, ...], float32_leaves: tuple[str, ...]
+    cls,
+    config: Mapping[str, Any],
+    *,
+    packed_modules: tuple[str, ...],
+    float32_leaves: tuple[str, ...],
+    fp8_modules: tuple[str, ...] = (),
   ) -> KimiK3Config:
     """Returns the config that a released config.json describes.
 
@@ -154,13 +163,14 @@ class KimiK3Config:
       config: The parsed file: K3's wrapper with `text_config`, or Kimi-Linear's flat form.
       packed_modules: Modules whose matrices are stored in MXFP4, out of PACKABLE_MODULES.
       float32_leaves: Kinds of leaves stored in float32, out of FLOAT32_KINDS.
+      fp8_modules: Modules converted to float8_e4m3fn in blocks, out of FP8_MODULES. No release stores any so.
 
     Raises:
       InputError: naming every key that is unknown, missing, of a wrong type or of a value nobody can compute.
     """
     text, wrapped = text_config(config)
     values = _read_keys(text, wrapped)
-    return cls(**values, packed_modules=packed_modules, float32_leaves=float32_leaves)
+    return cls(**values, packed_modules=packed_modules, fp8_modules=fp8_modules, float32_leaves=float32_leaves)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -319,13 +329,16 @@ def _support_faults(c: KimiK3Config):
 
 
 def _storage_faults(c: KimiK3Config):
-  for name, known in (("packed_modules", PACKABLE_MODULES), ("float32_leaves", FLOAT32_KINDS)):
+  stored = {"packed_modules": PACKABLE_MODULES, "fp8_modules": FP8_MODULES, "float32_leaves": FLOAT32_KINDS}
+  for name, known in stored.items():
     value = getattr(c, name)
     unknown = sorted(set(value) - set(known))
     if unknown or list(value) != sorted(set(value)):
       yield f"{name} is {list(value)}, expected a sorted choice of {list(known)}"
   if not set(ALWAYS_FLOAT32) <= set(c.float32_leaves):
     yield f"float32_leaves is {list(c.float32_leaves)}: {' and '.join(ALWAYS_FLOAT32)} are always stored in float32"
+  if both := sorted(set(c.packed_modules) & set(c.fp8_modules)):
+    yield f"packed_modules and fp8_modules both name {', '.join(both)}: a matrix is stored in one way"
   if "latent" in c.packed_modules and c.expert_latent_dim is None:
     yield "packed_modules names latent, but there is no routed_expert_hidden_size"
   if "shared_experts" in c.packed_modules and not c.num_shared_experts:

@@ -1,4 +1,4 @@
-"""Bias-free projections, stored plain or in MXFP4."""
+"""Bias-free projections, stored plain, in block-wise FP8 or in MXFP4."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from kimi_k3 import mxfp4_jax
+from kimi_k3 import fp8_block_jax, mxfp4_jax
 from kimi_k3.config import MXFP4_GROUP, ComputeConfig
 
 Axes = tuple[str | None, ...]
@@ -31,21 +31,41 @@ def random_packed(rngs: nnx.Rngs, shape: tuple[int, ...]) -> tuple[Array, Array]
 
 
 class Linear(nnx.Module):
-  """x [..., *in] -> [..., *out] by `kernel` [*in, *out], widened to the compute dtype in the forward."""
+  """x [..., *in] -> [..., *out] by `kernel` [*in, *out], widened to the compute dtype in the forward.
+
+  In FP8 the kernel holds float8_e4m3fn codes in the same layout, and `kernel_scale_inv` [in/128, out/128] their scales,
+  the axes of each side counted as one.
+  """
 
   def __init__(
-    self, in_shape: tuple[int, ...], out_shape: tuple[int, ...], *, axes: Axes, compute: ComputeConfig, rngs: nnx.Rngs
+    self,
+    in_shape: tuple[int, ...],
+    out_shape: tuple[int, ...],
+    *,
+    fp8: bool,
+    axes: Axes,
+    compute: ComputeConfig,
+    rngs: nnx.Rngs,
   ):
-    self.num_in, self.dtype, self.precision = len(in_shape), compute.dtype, compute.precision
+    self.num_in, self.fp8, self.dtype, self.precision = len(in_shape), fp8, compute.dtype, compute.precision
     weights = random_matrix(rngs, in_shape + out_shape, math.prod(in_shape), compute.weight_dtype)
+    if fp8:
+      weights, scale_inv = fp8_block_jax.encode(weights, num_in=self.num_in)
+      # Whole on every device: one number for 16384 weights, and a shard of those need not be whole blocks.
+      self.kernel_scale_inv = nnx.Param(scale_inv, out_sharding=(None, None))
     self.kernel = nnx.Param(weights, out_sharding=axes)
+
+  def weights(self) -> Float[Array, "..."]:
+    """Returns the kernel in the compute dtype."""
+    if self.fp8:
+      return fp8_block_jax.widen(self.kernel[...], self.kernel_scale_inv[...], self.dtype, num_in=self.num_in)
+    return self.kernel[...].astype(self.dtype)
 
   def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns the projection in the compute dtype."""
     n = self.num_in
     contract = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
-    kernel = self.kernel[...].astype(self.dtype)
-    return jax.lax.dot_general(x.astype(self.dtype), kernel, (contract, ((), ())), precision=self.precision)
+    return jax.lax.dot_general(x.astype(self.dtype), self.weights(), (contract, ((), ())), precision=self.precision)
 
 
 class PackedLinear(nnx.Module):
@@ -66,9 +86,9 @@ class PackedLinear(nnx.Module):
 
 
 def matrix(
-  in_size: int, out_size: int, *, packed: bool, axes: Axes, compute: ComputeConfig, rngs: nnx.Rngs
+  in_size: int, out_size: int, *, packed: bool, fp8: bool, axes: Axes, compute: ComputeConfig, rngs: nnx.Rngs
 ) -> Linear | PackedLinear:
-  """Returns a projection of one axis to one axis, stored as the checkpoint stores it."""
+  """Returns a projection of one axis to one axis, stored as the checkpoint stores it: what is packed is not in FP8."""
   if packed:
     return PackedLinear(in_size, out_size, axes=axes, compute=compute, rngs=rngs)
-  return Linear((in_size,), (out_size,), axes=axes, compute=compute, rngs=rngs)
+  return Linear((in_size,), (out_size,), fp8=fp8, axes=axes, compute=compute, rngs=rngs)

@@ -182,6 +182,7 @@ def test_k3_tiny_is_read_field_by_field(k3):
     eos_token_id=254,
     pad_token_id=255,
     packed_modules=("experts",),
+    fp8_modules=(),
     float32_leaves=("A_log", "conv1d", "dt_bias", "e_score_correction_bias", "o_norm"),
   )
 
@@ -213,7 +214,7 @@ def test_kimi_linear_differs_from_k3_in_fields_alone(k3, kimi_linear):
 def test_every_arithmetic_key_has_exactly_one_field():
   fields = dataclasses.fields(KimiK3Config)
   assert {f.metadata["key"].hf: f.name for f in fields if f.metadata} == FIELD_OF_KEY
-  assert [f.name for f in fields if not f.metadata] == ["packed_modules", "float32_leaves"]
+  assert [f.name for f in fields if not f.metadata] == ["packed_modules", "fp8_modules", "float32_leaves"]
 
 
 def test_no_field_has_a_default():
@@ -539,6 +540,9 @@ def test_the_shared_experts_are_one_matrix_so_their_widths_add_up_to_whole_group
     ({"packed_modules": ("attention",)}, "packed_modules is ['attention'], expected a sorted choice of ['experts', "),
     ({"packed_modules": ("latent", "experts")}, "packed_modules is ['latent', 'experts'], expected a sorted choice"),
     ({"packed_modules": ("experts", "experts")}, "packed_modules is ['experts', 'experts'], expected a sorted choice"),
+    ({"fp8_modules": ("attention",)}, "fp8_modules is ['attention'], expected a sorted choice of ['dense', 'experts']"),
+    ({"fp8_modules": ("experts", "dense")}, "fp8_modules is ['experts', 'dense'], expected a sorted choice"),
+    ({"fp8_modules": ("dense", "experts")}, "packed_modules and fp8_modules both name experts: a matrix is stored in"),
     ({"float32_leaves": ("A_log", "dt_bias", "norm")}, "float32_leaves is ['A_log', 'dt_bias', 'norm'], expected"),
     ({"float32_leaves": ("dt_bias",)}, "float32_leaves is ['dt_bias']: A_log and dt_bias are always stored in float32"),
   ],

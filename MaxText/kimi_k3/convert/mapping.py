@@ -10,11 +10,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from kimi_k3 import layout
-from kimi_k3.config import MXFP4_GROUP, KimiK3Config, LayerKind
+from kimi_k3.config import FP8_BLOCK, MXFP4_GROUP, KimiK3Config, LayerKind
 from kimi_k3.convert.faults import refuse_any
 from kimi_k3.convert.index import StoredTensor
 from kimi_k3.convert.transforms import Transform
@@ -22,6 +23,17 @@ from kimi_k3.convert.transforms import Transform
 Shape = tuple[int, ...]
 
 LEAF_DTYPES = {"BF16": "bfloat16", "F32": "float32", "U8": "uint8"}
+# Of leaves that have no stored tensor's dtype.
+_MADE_DTYPES = {
+  Transform.DECODE: "bfloat16",
+  Transform.PACK_CODES: "uint8",
+  Transform.PACK_SCALES: "uint8",
+  Transform.FP8_CODES: "float8_e4m3fn",
+  Transform.FP8_SCALES: "float32",
+}
+# What `dense` in fp8_modules means: of the leaves of a layer, every matrix of attention, and of the MLP all but the
+# router and the routed experts. Embedding, head, norms, convolutions and residual projections are none of these.
+_DENSE = re.compile(r"attention\.\w+\.kernel|mlp\.(?:shared_experts\.)?\w+_proj\.kernel")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +42,7 @@ class StoredForm:
 
   Attributes:
     prefix: What every stored name starts with.
-    packed_modules: Modules stored in MXFP4. Those that the target's config does not pack are decoded.
+    packed_modules: Modules stored in MXFP4. Experts that the target's config does not pack are decoded.
     a_log_shape: [K] with zero padding past H, [1, 1, H, 1] or [H].
   """
 
@@ -92,14 +104,14 @@ class _Entry(NamedTuple):
 
   @property
   def dtype(self) -> str:
-    return "bfloat16" if self.transform is Transform.DECODE else LEAF_DTYPES[self.stored[self.result].dtype]
+    return _MADE_DTYPES.get(self.transform) or LEAF_DTYPES[self.stored[self.result].dtype]
 
 
 def leaves(config: KimiK3Config, form: StoredForm, *, scan: bool) -> tuple[Leaf, ...]:
   """Returns every leaf of the tree in the order of the model.
 
   Args:
-    config: The target's config; `packed_modules` says which leaves are packed.
+    config: The target's config; `packed_modules` and `fp8_modules` say how matrices are stored.
     form: How the source stores them.
     scan: Whether layers are folded into blocks (`kimi_k3.layout`).
   """
@@ -153,11 +165,26 @@ def _codes_and_scales(name: str, inputs: int, outputs: int) -> tuple[Stored, Sto
   )
 
 
-def _packed(path: str, name: str, inputs: int, outputs: int, num_experts: int = 0) -> Iterator[_Entry]:
-  """Codes and scales, both as stored. The codes' path ends in `packed`, the scales' in `scale`."""
+def _packed(
+  path: str, name: str, inputs: int, outputs: int, num_experts: int = 0, stored: bool = True
+) -> Iterator[_Entry]:
+  """Codes and scales, as stored or made from bfloat16. The codes' path ends in `packed`, the scales' in `scale`."""
   codes, scales = _codes_and_scales(name, inputs, outputs)
+  if not stored:
+    weights = (Stored(name, "BF16", (outputs, inputs)),)
+    yield _Entry(f"{path}packed", codes.shape, Transform.PACK_CODES, weights, num_experts)
+    yield _Entry(f"{path}scale", scales.shape, Transform.PACK_SCALES, weights, num_experts)
+    return
   yield _Entry(f"{path}packed", codes.shape, Transform.RESHAPE, (codes,), num_experts)
   yield _Entry(f"{path}scale", scales.shape, Transform.SCALES, (codes, scales), num_experts, result=1)
+
+
+def _fp8(entry: _Entry) -> Iterator[_Entry]:
+  """FP8 codes in place of bfloat16, and their scales beside them. `entry` is a matrix, or one that is decoded."""
+  outputs, _ = entry.stored[0].shape
+  blocks = tuple(-(-size // FP8_BLOCK) for size in (math.prod(entry.shape) // outputs, outputs))
+  yield entry._replace(transform=Transform.FP8_CODES)
+  yield entry._replace(path=f"{entry.path}_scale_inv", shape=blocks, transform=Transform.FP8_SCALES)
 
 
 def _embedding(c: KimiK3Config) -> Iterator[_Entry]:
@@ -177,6 +204,14 @@ def _residual(c: KimiK3Config, path: str, name: str) -> Iterator[_Entry]:
 
 
 def _layer(c: KimiK3Config, form: StoredForm, layer: int) -> Iterator[_Entry]:
+  for entry in _layer_as_stored(c, form, layer):
+    if "dense" in c.fp8_modules and _DENSE.fullmatch(entry.path):
+      yield from _fp8(entry)
+    else:
+      yield entry
+
+
+def _layer_as_stored(c: KimiK3Config, form: StoredForm, layer: int) -> Iterator[_Entry]:
   yield _vector("input_norm.scale", "input_layernorm.weight", c.hidden_size)
   yield _vector("post_attention_norm.scale", "post_attention_layernorm.weight", c.hidden_size)
   if c.attn_res_block_size is not None:
@@ -258,12 +293,13 @@ def _experts(c: KimiK3Config, form: StoredForm) -> Iterator[_Entry]:
   for w, inputs, outputs in (("w1", L, F), ("w3", L, F), ("w2", F, L)):
     name = f"experts.{{e}}.{w}.weight"
     if "experts" in c.packed_modules:
-      yield from _packed(f"experts.{w}_", name, inputs, outputs, c.num_experts)
+      stored = "experts" in form.packed_modules
+      yield from _packed(f"experts.{w}_", name, inputs, outputs, c.num_experts, stored)
       continue
     entry = _matrix(f"experts.{w}", name, (inputs,), (outputs,))._replace(num_experts=c.num_experts)
     if "experts" in form.packed_modules:
       entry = entry._replace(transform=Transform.DECODE, stored=_codes_and_scales(name, inputs, outputs))
-    yield entry
+    yield from _fp8(entry) if "experts" in c.fp8_modules else (entry,)
 
 
 def _mlp(c: KimiK3Config, path: str, name: str, width: int, *, packed: bool) -> Iterator[_Entry]:

@@ -11,13 +11,22 @@ import ml_dtypes  # noqa: F401  (numpy learns the name bfloat16 from it)
 import numpy as np
 
 from kimi_k3 import layout
-from kimi_k3.config import KimiK3Config
+from kimi_k3.config import FP8_BLOCK, KimiK3Config
 from kimi_k3.convert import mapping, storage
 from kimi_k3.convert.index import Source
+from kimi_k3.convert.transforms import Transform
 from kimi_k3.errors import InputError
 
 EXPERT_CHOICES = ("as-stored", "mxfp4", "fp8-block", "bf16")
 DENSE_CHOICES = ("as-stored", "fp8-block")
+_SAID = {
+  "as-stored": "as-stored",
+  "mxfp4": "rounded to MXFP4",
+  "fp8-block": f"rounded to float8_e4m3fn, with a scale for each {FP8_BLOCK} x {FP8_BLOCK} block",
+  "bf16": "decoded to bfloat16",
+}
+# Leaves that hold scales, not weights.
+_SCALES = (Transform.SCALES, Transform.PACK_SCALES, Transform.FP8_SCALES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,10 +49,11 @@ class Plan:
   """A conversion, ready to be carried out.
 
   Attributes:
-    config: Of the result: its packed_modules differ from the source's when experts are decoded.
+    config: Of the result: its packed_modules and fp8_modules say how matrices will be stored.
     form: How the source stores its tensors.
     scan: Whether layers are folded.
-    experts: "as-stored" or "bf16": the choice that counts, whatever it was called on the command line.
+    experts: The choice that counts: "as-stored" when the one on the command line changes nothing.
+    dense: Likewise.
     leaves: Everything that will be written.
     fingerprint: Hex digest of the source's config.json and of every header.
   """
@@ -81,10 +91,8 @@ def make_plan(source: Source, options: Options) -> Plan:
   _check_choices(options)
   packed, float32 = storage.storage(source)
   stored = KimiK3Config.from_hf(source.config, packed_modules=packed, float32_leaves=float32)
-  decode = options.experts == "bf16" and "experts" in packed
-  if options.experts == "mxfp4" and "experts" not in packed:
-    raise InputError("--experts mxfp4: the source's experts are bfloat16 and packing is not supported; use as-stored")
-  config = dataclasses.replace(stored, packed_modules=tuple(m for m in packed if not (decode and m == "experts")))
+  experts = _choice_of_experts(options.experts, stored)
+  config = _converted(stored, experts, options.dense)
   _check_expert_count(source, config)
   scan = options.scan if options.scan is not None else _folds(config)
   form = mapping.StoredForm(
@@ -93,9 +101,25 @@ def make_plan(source: Source, options: Options) -> Plan:
   leaves = mapping.leaves(config, form, scan=scan)
   mapping.compare(leaves, storage.text_tensors(source))
   return Plan(
-      config=config, form=form, scan=scan, experts="bf16" if decode else "as-stored", dense=options.dense,
+      config=config, form=form, scan=scan, experts=experts, dense=options.dense,
       leaves=leaves, fingerprint=fingerprint(source),
   )  # fmt: skip
+
+
+def _choice_of_experts(choice: str, stored: KimiK3Config) -> str:
+  """The choice, or "as-stored" where that is the same."""
+  same = "mxfp4" if "experts" in stored.packed_modules else "bf16"
+  return "as-stored" if choice == same or not any(stored.moe_layers) else choice
+
+
+def _converted(stored: KimiK3Config, experts: str, dense: str) -> KimiK3Config:
+  """The config of the result. It refuses, by their names, sizes that cannot be packed."""
+  packed, fp8 = set(stored.packed_modules), {"dense"} if dense == "fp8-block" else set()
+  if experts != "as-stored":
+    packed.discard("experts")
+    packed |= {"experts"} if experts == "mxfp4" else set()
+    fp8 |= {"experts"} if experts == "fp8-block" else set()
+  return dataclasses.replace(stored, packed_modules=tuple(sorted(packed)), fp8_modules=tuple(sorted(fp8)))
 
 
 def fingerprint(source: Source) -> str:
@@ -124,7 +148,8 @@ def summary(plan: Plan) -> str:
     "parameters": f"{plan.num_parameters:,}",
     "packed": ", ".join(c.packed_modules) or "nothing",
     "float32": ", ".join(c.float32_leaves),
-    "experts": "decoded to bfloat16" if plan.experts == "bf16" else plan.experts,
+    "experts": _SAID[plan.experts],
+    "dense": _SAID[plan.dense],
     "scan": _fold_summary(plan),
     "leaves": f"{len(plan.leaves)} from {sum(len(leaf.pieces) for leaf in plan.leaves):,} pieces",
     "bytes": f"{plan.nbytes:,} ({sizes})",
@@ -152,8 +177,6 @@ def _check_choices(options: Options) -> None:
   for flag, value, choices in (("experts", options.experts, EXPERT_CHOICES), ("dense", options.dense, DENSE_CHOICES)):
     if value not in choices:
       raise InputError(f"--{flag} {value}: unknown, expected one of {', '.join(choices)}")
-    if value == "fp8-block":
-      raise InputError(f"--{flag} fp8-block: not yet supported; use --{flag} as-stored")
 
 
 def _check_expert_count(source: Source, config: KimiK3Config) -> None:
@@ -185,6 +208,6 @@ def _a_log_shape(source: Source, config: KimiK3Config) -> mapping.Shape:
 
 
 def _num_weights(leaf: mapping.Leaf) -> int:
-  if leaf.transform is mapping.Transform.SCALES:
+  if leaf.transform in _SCALES:
     return 0
   return math.prod(leaf.shape) * (2 if leaf.dtype == "uint8" else 1)

@@ -32,7 +32,8 @@ class KDA(nnx.Module):
     D, H, K, W = config.hidden_size, config.kda_num_heads, config.kda_head_dim, config.kda_conv_width
 
     def linear(in_shape, out_shape, axes):
-      return Linear(in_shape, out_shape, axes=axes, compute=compute, rngs=rngs)
+      fp8 = "dense" in config.fp8_modules
+      return Linear(in_shape, out_shape, fp8=fp8, axes=axes, compute=compute, rngs=rngs)
 
     conv_dtype = jnp.float32 if "conv1d" in config.float32_leaves else compute.weight_dtype
     for c in "qkv":

@@ -62,6 +62,9 @@ class KimiMaxTextConfig(types.MaxTextConfig):
   eos_token_id: int | None = pydantic.Field(None, description="The token that ends generation.")
   pad_token_id: int | None = pydantic.Field(None, description="Padding.")
   packed_modules: list[str] | None = pydantic.Field(None, description="Modules whose matrices are stored in MXFP4.")
+  fp8_modules: list[str] | None = pydantic.Field(
+    None, description="Modules whose matrices are stored in float8_e4m3fn, with a scale for each 128 x 128 block."
+  )
   float32_leaves: list[str] | None = pydantic.Field(None, description="Kinds of leaves stored in float32.")
   kda_implementation: Literal["portable", "tokamax_xla_chunked", "tokamax_mosaic"] = pydantic.Field(
     "portable", description="Chunked KDA, by name: never chosen by a failure of another."

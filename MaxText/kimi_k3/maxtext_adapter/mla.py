@@ -19,6 +19,7 @@ from maxtext.common.common_types import (
   AttentionType,
 )
 from maxtext.layers import attention_mla
+from maxtext.layers.linears import DenseGeneral
 from maxtext.utils import max_utils
 
 from kimi_k3.config import ComputeConfig, KimiK3Config
@@ -28,6 +29,23 @@ from kimi_k3.mla import absorbed_attention
 from kimi_k3.sharding import EMBED_ATTN, HEAD_DIM, HEADS
 
 INNER_EPS = 1e-6  # of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps is
+
+
+class _Projection(Linear):
+  """A Linear in the place of a projection of MaxText's, called as that one is."""
+
+  quant = "fp8-block"  # Not None: MaxText may cut the kernel of a projection without one.
+
+  def __call__(self, x: Float[Array, "..."], out_sharding: Any = None) -> Float[Array, "..."]:
+    """Returns the projection in the compute dtype. On MaxText's automatic meshes `out_sharding` is None."""
+    del out_sharding
+    return super().__call__(x)
+
+
+def _in_fp8(given: DenseGeneral, compute: ComputeConfig, rngs: nnx.Rngs) -> _Projection:
+  """A projection of the same shape, laid out by the same axes."""
+  shapes = given.in_features_shape, given.out_features_shape
+  return _Projection(*shapes, fp8=True, axes=given.kernel_axes, compute=compute, rngs=rngs)
 
 
 class KimiMLA(attention_mla.MLA):
@@ -71,11 +89,16 @@ class KimiMLA(attention_mla.MLA):
       self.gate = Linear(
         (config.hidden_size,),
         (config.num_heads, config.v_head_dim),
+        fp8="dense" in config.fp8_modules,
         axes=(EMBED_ATTN, HEADS, HEAD_DIM),
         compute=compute,
         rngs=rngs,
       )
     self.has_gate = config.mla_use_output_gate
+    self.fp8 = "dense" in config.fp8_modules
+    if self.fp8:
+      for name in (*(("wq_a", "wq_b") if config.q_lora_rank else ("query",)), "wkv_a", "wkv_b", "out"):
+        setattr(self, name, _in_fp8(getattr(self, name), compute, rngs))
 
   def init_mla_kv_caches(self, inputs_kv_shape: tuple[int, ...]) -> LatentCache:
     """The cache of this layer, for as many rows as `inputs_kv_shape` has."""
@@ -96,6 +119,15 @@ class KimiMLA(attention_mla.MLA):
       ar_cache_axis_order=self.ar_cache_axis_order,
       model_mode=self.model_mode,
     )
+
+  def _absorbed_weights(self, dtype: Any) -> tuple[Array, Array]:
+    """The key and the value half of wkv_b: [C, H, N] and [C, H, V]."""
+    if not self.fp8:
+      return super()._absorbed_weights(dtype)
+    projection: Any = self.wkv_b
+    halves = jnp.split(projection.weights().astype(dtype), [self.qk_nope_head_dim], axis=-1)
+    to_key, to_value = (self._maybe_shard_with_logical(half, ("kv_lora", "q_heads", None)) for half in halves)
+    return cast(Array, to_key), cast(Array, to_value)
 
   def init_rotary_embedding(self):
     """There is none."""

@@ -1,4 +1,4 @@
-"""The routed experts: weights in bf16 or MXFP4, and the portable way to multiply by the chosen ones.
+"""The routed experts: weights in bf16, block-wise FP8 or MXFP4, and the portable way to multiply by the chosen ones.
 
 The portable implementation walks over tiles of rows that share an expert and holds one expert's weights decoded at a
 time. No array is ever as large as tokens x experts or as all experts decoded, whatever the batch.
@@ -6,6 +6,7 @@ time. No array is ever as large as tokens x experts or as all experts decoded, w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kimi_k3 import mxfp4_jax
+from kimi_k3 import fp8_block_jax, mxfp4_jax
 from kimi_k3.activations import gated_activation
 from kimi_k3.config import ComputeConfig, KimiK3Config
 from kimi_k3.linear import random_matrix, random_packed
@@ -75,7 +76,10 @@ def _sort_into_tiles(ids: Int[Array, "N S"], num_experts: int, tile_rows: int) -
 
 
 class Experts(nnx.Module):
-  """w2(act(w1 x, w3 x)) of the chosen experts. `w1`, `w3` [E, L, F], `w2` [E, F, L], or packed as stored."""
+  """w2(act(w1 x, w3 x)) of the chosen experts. `w1`, `w3` [E, L, F], `w2` [E, F, L], or packed as stored.
+
+  In FP8 these hold codes, and `w1_scale_inv` [E, L/128, F/128] and so on their scales.
+  """
 
   def __init__(self, config: KimiK3Config, compute: ComputeConfig, rngs: nnx.Rngs):
     assert compute.expert_implementation == "portable", compute.expert_implementation
@@ -89,8 +93,13 @@ class Experts(nnx.Module):
         stored_axes = (EXPERT, EXPERT_MLP, None)
         setattr(self, f"{name}_packed", nnx.Param(packed, out_sharding=stored_axes))
         setattr(self, f"{name}_scale", nnx.Param(scale, out_sharding=stored_axes))
-      else:
-        setattr(self, name, nnx.Param(random_matrix(rngs, shape, shape[1], compute.weight_dtype), out_sharding=axes))
+        continue
+      weights = random_matrix(rngs, shape, shape[1], compute.weight_dtype)
+      if "experts" in config.fp8_modules:
+        weights, scale_inv = jax.vmap(functools.partial(fp8_block_jax.encode, num_in=1))(weights)
+        # Cut by experts only: what a device holds of one expert's codes need not be whole blocks.
+        setattr(self, f"{name}_scale_inv", nnx.Param(scale_inv, out_sharding=(EXPERT, None, None)))
+      setattr(self, name, nnx.Param(weights, out_sharding=axes))
 
   def __call__(
     self, x: Float[Array, "N L"], ids: Int[Array, "N S"], weights: Float[Array, "N S"]
@@ -109,6 +118,13 @@ class Experts(nnx.Module):
     if "experts" in self.config.packed_modules:
       packed, scale = (getattr(self, f"{name}_{part}")[...] for part in ("packed", "scale"))
       weight, contract = mxfp4_jax.decode(_take(packed, e), _take(scale, e), dtype), ((1,), (1,))
+    elif "experts" in self.config.fp8_modules:
+      codes, scale_inv = getattr(self, name)[...], getattr(self, f"{name}_scale_inv")[...]
+      # Where float8 is computed in a wider type, the compiler would widen the codes of all experts, before the loop of
+      # which this is a turn. The barrier makes them part of the turn.
+      codes, e = jax.lax.optimization_barrier((codes, e))
+      weight = fp8_block_jax.widen(_take(codes, e), _take(scale_inv, e), dtype, num_in=1)
+      contract = ((1,), (0,))
     else:
       weight, contract = _take(getattr(self, name)[...], e).astype(dtype), ((1,), (0,))
     return jax.lax.dot_general(

@@ -20,10 +20,10 @@ class GatedMLP(nnx.Module):
   def __init__(self, config: KimiK3Config, width: int, *, packed: bool, compute: ComputeConfig, rngs: nnx.Rngs):
     self.config, self.compute = config, compute
     size = config.hidden_size
-    into = {"packed": packed, "axes": (EMBED, MLP), "compute": compute, "rngs": rngs}
-    self.gate_proj = matrix(size, width, **into)
-    self.up_proj = matrix(size, width, **into)
-    self.down_proj = matrix(width, size, packed=packed, axes=(MLP, EMBED), compute=compute, rngs=rngs)
+    form = {"packed": packed, "fp8": "dense" in config.fp8_modules, "compute": compute, "rngs": rngs}
+    self.gate_proj = matrix(size, width, axes=(EMBED, MLP), **form)
+    self.up_proj = matrix(size, width, axes=(EMBED, MLP), **form)
+    self.down_proj = matrix(width, size, axes=(MLP, EMBED), **form)
 
   def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """Returns the MLP's output in the compute dtype."""
@@ -46,9 +46,11 @@ class LatentMoE(nnx.Module):
     self.router = Router(config, compute, rngs)
     self.experts = Experts(config, compute, rngs)
     if config.expert_latent_dim is not None:
-      size, latent, packed = config.hidden_size, config.expert_latent_dim, "latent" in config.packed_modules
-      self.down_proj = matrix(size, latent, packed=packed, axes=(EMBED, MLP), compute=compute, rngs=rngs)
-      self.up_proj = matrix(latent, size, packed=packed, axes=(MLP, EMBED), compute=compute, rngs=rngs)
+      size, latent = config.hidden_size, config.expert_latent_dim
+      packed, fp8 = "latent" in config.packed_modules, "dense" in config.fp8_modules
+      form = {"packed": packed, "fp8": fp8, "compute": compute, "rngs": rngs}
+      self.down_proj = matrix(size, latent, axes=(EMBED, MLP), **form)
+      self.up_proj = matrix(latent, size, axes=(MLP, EMBED), **form)
       if config.latent_moe_use_norm:
         self.norm = RMSNorm(latent, eps=config.rms_norm_eps, dtype=compute.weight_dtype, axes=(None,))
     if config.num_shared_experts:

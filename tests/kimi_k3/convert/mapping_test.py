@@ -116,6 +116,82 @@ def test_decoded_experts_are_input_first_and_leave_the_rest_alone(k3_source):
   }
 
 
+def test_experts_in_fp8_keep_the_place_of_bfloat16_whatever_they_are_stored_in(k3_source, kimi_linear_source):
+  for source in (k3_source, kimi_linear_source):
+    decoded, fp8 = (tree(source, scan=False, experts=choice) for choice in ("bf16", "fp8-block"))
+    experts = {path: (shape, "float8_e4m3fn") for path, (shape, _) in decoded.items() if ".experts.w" in path}
+    assert len(experts) == 3 * 12
+    num_experts = next(iter(experts.values()))[0][0]
+    experts |= {f"{path}_scale_inv": ((num_experts, 1, 1), "float32") for path in experts}
+    assert fp8 == decoded | experts
+
+
+def test_bfloat16_experts_that_are_packed_get_the_leaves_of_packed_ones(k3_source, kimi_linear_source):
+  released = below(tree(k3_source, scan=False), "decoder.layers_1.mlp.experts.")
+  packed = below(tree(kimi_linear_source, scan=False, experts="mxfp4"), "decoder.layers_1.mlp.experts.")
+  assert packed == {
+    "w1_packed": ((8, 32, 32), "uint8"),
+    "w1_scale": ((8, 32, 2), "uint8"),
+    "w3_packed": ((8, 32, 32), "uint8"),
+    "w3_scale": ((8, 32, 2), "uint8"),
+    "w2_packed": ((8, 64, 16), "uint8"),
+    "w2_scale": ((8, 64, 1), "uint8"),
+  }
+  assert set(packed) == set(released)
+
+
+# The matrices that `--dense fp8-block` means, typed out: all of attention but taps and vectors, all of the MLP but the
+# router and the routed experts.
+KDA_DENSE = {f"attention.{name}_proj.kernel" for name in ("q", "k", "v", "f_a", "f_b", "b", "o")}
+MLA_DENSE = {f"attention.{name}.kernel" for name in ("wkv_a", "wkv_b", "out")}
+MLP_DENSE = {f"mlp.{name}_proj.kernel" for name in ("gate", "up", "down")}
+SHARED = {f"mlp.shared_experts.{name}_proj.kernel" for name in ("gate", "up", "down")}
+LATENT = {"mlp.down_proj.kernel", "mlp.up_proj.kernel"}
+DENSE = {
+  "k3": {
+    "layers_0": KDA_DENSE | MLP_DENSE | {"attention.g_proj.kernel"},
+    "layers_1": KDA_DENSE | SHARED | LATENT | {"attention.g_proj.kernel"},
+    "layers_3": MLA_DENSE | SHARED | LATENT | {f"attention.{name}.kernel" for name in ("wq_a", "wq_b", "gate")},
+  },
+  "kimi-linear": {
+    "layers_0": KDA_DENSE | MLP_DENSE | {"attention.g_a_proj.kernel", "attention.g_b_proj.kernel"},
+    "layers_1": KDA_DENSE | SHARED | {"attention.g_a_proj.kernel", "attention.g_b_proj.kernel"},
+    "layers_3": MLA_DENSE | SHARED | {"attention.query.kernel"},
+  },
+  "all packed": {
+    "layers_1": KDA_DENSE | {"attention.g_proj.kernel"},
+    "layers_3": MLA_DENSE | {f"attention.{name}.kernel" for name in ("wq_a", "wq_b", "gate")},
+  },
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_fp8_is_attention_and_mlps_and_nothing_else_and_what_is_packed_stays_packed(small_sources, name):
+  plain, fp8 = (tree(small_sources[name], scan=False, dense=choice) for choice in ("as-stored", "fp8-block"))
+  assert set(plain) <= set(fp8)
+  for layer, expected in DENSE[name].items():
+    before, after = (below(held, f"decoder.{layer}.") for held in (plain, fp8))
+    codes = {path for path, (_, dtype) in after.items() if dtype == "float8_e4m3fn"}
+    assert codes == expected
+    assert set(after) - set(before) == {f"{path}_scale_inv" for path in expected}
+    assert {path: after[path][0] for path in before} == {path: shape for path, (shape, _) in before.items()}
+    assert {path: leaf for path, leaf in after.items() if path in set(before) - codes} == {
+      path: leaf for path, leaf in before.items() if path not in codes
+    }
+  outside = {path for path in plain if ".layers_" not in path}
+  assert {path: fp8[path] for path in outside} == {path: plain[path] for path in outside}
+
+
+def test_a_scale_is_for_128_inputs_times_128_outputs_with_heads_counted_as_one_axis(k3_source):
+  held = below(tree(k3_source, scan=False, dense="fp8-block"), "decoder.layers_0.")
+  assert held["attention.q_proj.kernel"] == ((64, 4, 32), "float8_e4m3fn")
+  assert held["attention.q_proj.kernel_scale_inv"] == ((1, 1), "float32")
+  assert held["mlp.gate_proj.kernel_scale_inv"] == ((1, 2), "float32")  # 64 -> 192
+  assert held["mlp.down_proj.kernel_scale_inv"] == ((2, 1), "float32")
+  folded = tree(k3_source, scan=True, dense="fp8-block")
+  assert folded["decoder.blocks.layers_1.attention.o_proj.kernel_scale_inv"] == ((2, 1, 1), "float32")
+
+
 def test_packed_dense_matrices_become_codes_and_scales(all_packed_source):
   held = below(tree(all_packed_source), "decoder.lead_1.mlp.")
   assert {path: leaf for path, leaf in held.items() if path.startswith(("down_proj", "up_proj", "shared"))} == {

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import time
 
 import pytest
 
-from kimi_k3.convert import index, plan
+from kimi_k3.convert import chunks, index, plan
 from kimi_k3.convert.plan import Options
+from kimi_k3.convert.transforms import Transform
 from kimi_k3.errors import InputError
 
 # Released sizes: hidden 7168, 93 layers, 896 experts, 96 heads of 128 in both attentions.
@@ -30,12 +32,12 @@ def released_config(k3_source) -> dict:
   return config | {key: text[key] for key in config if key in K3_SIZES}
 
 
-def released_headers(config, maker):
+def released_headers(config, maker, *, packed=True):
   """(name, dtype, shape) of every text tensor of the release: 1,954 BF16, 506 F32, 494,592 U8."""
   float32 = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_correction_bias")
   for name, shape in maker.tensor_shapes(config["text_config"]):
     name = f"language_model.{name}"
-    if ".experts." in name:
+    if packed and ".experts." in name:
       yield f"{name}_packed", "U8", (shape[0], shape[1] // 2)
       yield f"{name}_scale", "U8", (shape[0], shape[1] // 32)
     else:
@@ -43,13 +45,12 @@ def released_headers(config, maker):
 
 
 def test_the_full_size_release_is_planned_in_seconds(k3_source, maker, headers):
-  config = released_config(k3_source)
-  table = headers(released_headers(config, maker))
+  source = full_size(k3_source, maker, headers, num_experts=896)
+  table = source.tensors
   counts = {dtype: sum(tensor.dtype == dtype for tensor in table.values()) for dtype in ("BF16", "F32", "U8")}
   assert counts["U8"] == 92 * 896 * 3 * 2
   assert counts["F32"] == 69 * 6 + 92
   assert len(table) == 497_220 - 168
-  source = index.Source(k3_source.directory, config, json.dumps(config).encode(), table)
 
   started = time.process_time()
   planned = plan.make_plan(source, Options())
@@ -62,18 +63,110 @@ def test_the_full_size_release_is_planned_in_seconds(k3_source, maker, headers):
   assert "4 leading layers, 22 blocks of 4, tail of 1" in plan.summary(planned)
 
 
-def test_choices_not_yet_supported_are_refused_by_name(k3_source):
-  for options in (Options(experts="fp8-block"), Options(dense="fp8-block")):
-    with pytest.raises(InputError, match="fp8-block: not yet supported"):
-      plan.make_plan(k3_source, options)
+# Of the matrices of a layer: (inputs, outputs), all heads together.
+KDA = [*[(7168, 12288)] * 4, (12288, 7168), (7168, 128), (128, 12288), (7168, 96)]
+MLA = [(7168, 1536), (1536, 18432), (7168, 576), (512, 24576), (7168, 12288), (12288, 7168)]
+DENSE_MLP = [(7168, 33792)] * 2 + [(33792, 7168)]
+MOE = [(7168, 3584), (3584, 7168), (7168, 6144), (7168, 6144), (6144, 7168)]
+DENSE = 69 * KDA + 24 * MLA + DENSE_MLP + 92 * MOE
+EXPERT = [(3584, 3072), (3584, 3072), (3072, 3584)]
+
+
+def fp8_bytes(matrices) -> int:
+  return sum(i * o + 4 * -(-i // 128) * -(-o // 128) for i, o in matrices)
+
+
+def full_size(k3_source, maker, headers, *, num_experts: int, packed: bool = True) -> index.Source:
+  """The release by its headers, with fewer experts if that will do: a table of half a million tensors takes seconds."""
+  config = released_config(k3_source)
+  config["text_config"]["num_experts"] = num_experts
+  table = headers(released_headers(config, maker, packed=packed))
+  return index.Source(k3_source.directory, config, json.dumps(config).encode(), table)
+
+
+@pytest.mark.parametrize("num_experts", [16, pytest.param(896, marks=pytest.mark.slow)])
+def test_every_format_of_the_full_model_has_its_size_and_as_many_parameters(k3_source, maker, headers, num_experts):
+  packed, plain = (full_size(k3_source, maker, headers, num_experts=num_experts, packed=p) for p in (True, False))
+  expert, dense = sum(i * o for i, o in EXPERT), sum(i * o for i, o in DENSE)
+  experts = {
+    "bf16": 2 * expert,
+    "mxfp4": expert // 2 + expert // 32,
+    "fp8-block": fp8_bytes(EXPERT),
+  }
+  stored = plan.make_plan(packed, Options())
+  rest = stored.nbytes - 92 * num_experts * experts["mxfp4"]
+  if num_experts == 896:
+    assert rest == pytest.approx((105.67 + 0.04) * 2**30, rel=1e-3)
+  saved = {"as-stored": 0, "fp8-block": 2 * dense - fp8_bytes(DENSE)}
+  for source, choice, dense_choice, meant in (
+    (packed, "mxfp4", "as-stored", "as-stored"),
+    (packed, "bf16", "as-stored", "bf16"),
+    (packed, "fp8-block", "fp8-block", "fp8-block"),
+    (plain, "mxfp4", "fp8-block", "mxfp4"),
+    (plain, "fp8-block", "as-stored", "fp8-block"),
+  ):
+    planned = plan.make_plan(source, Options(experts=choice, dense=dense_choice))
+    assert planned.nbytes == rest - saved[dense_choice] + 92 * num_experts * experts[choice], (choice, dense_choice)
+    assert planned.num_parameters == stored.num_parameters
+    assert planned.experts == meant
+    check_chunks(planned)
+
+
+def check_chunks(planned: plan.Plan) -> None:
+  """No chunk takes more than CHUNK_BYTES of the source; a piece's chunks take each of its rows once."""
+  for leaf in planned.leaves:
+    nbytes = sum(math.prod(shape) * index.DTYPES[dtype].itemsize for dtype, shape in leaf.stored)
+    rows = leaf.stored[0][1][0]
+    cut = [chunk.rows for chunk in chunks.piece_chunks(leaf, leaf.pieces[-1])]
+    assert [0, *(stop for _, stop in cut)] == [*(start for start, _ in cut), rows], leaf.path
+    if leaf.transform is Transform.FP8_SCALES:
+      assert len(cut) == 1  # made from a few rows at a time
+      continue
+    largest = max(stop - start for start, stop in cut)
+    assert largest * nbytes <= chunks.CHUNK_BYTES * rows, leaf.path
+    if leaf.transform is Transform.FP8_CODES:
+      assert all(start % 128 == 0 for start, _ in cut), leaf.path
+
+
+def test_an_unknown_choice_is_refused_by_name(k3_source):
   with pytest.raises(InputError, match="--experts fp4: unknown"):
     plan.make_plan(k3_source, Options(experts="fp4"))
+  with pytest.raises(InputError, match="--dense bf16: unknown, expected one of as-stored, fp8-block"):
+    plan.make_plan(k3_source, Options(dense="bf16"))
 
 
-def test_packing_what_is_stored_in_bfloat16_is_refused(k3_source, kimi_linear_source):
-  with pytest.raises(InputError, match="--experts mxfp4: the source's experts are bfloat16"):
-    plan.make_plan(kimi_linear_source, Options(experts="mxfp4"))
-  assert plan.make_plan(k3_source, Options(experts="mxfp4")).options == plan.make_plan(k3_source, Options()).options
+@pytest.mark.parametrize(
+  ("name", "options", "packed", "fp8", "experts"),
+  [
+    ("k3", {"experts": "mxfp4"}, ("experts",), (), "as-stored"),
+    ("k3", {"experts": "fp8-block"}, (), ("experts",), "fp8-block"),
+    ("k3", {"dense": "fp8-block"}, ("experts",), ("dense",), "as-stored"),
+    ("k3", {"experts": "bf16", "dense": "fp8-block"}, (), ("dense",), "bf16"),
+    ("kimi-linear", {"experts": "mxfp4"}, ("experts",), (), "mxfp4"),
+    ("kimi-linear", {"experts": "bf16"}, (), (), "as-stored"),
+    ("kimi-linear", {"experts": "fp8-block", "dense": "fp8-block"}, (), ("dense", "experts"), "fp8-block"),
+    ("all packed", {"experts": "fp8-block"}, ("latent", "shared_experts"), ("experts",), "fp8-block"),
+  ],
+)
+def test_the_plan_says_what_the_result_is_stored_in(small_sources, name, options, packed, fp8, experts):
+  planned = plan.make_plan(small_sources[name], Options(**options))
+  assert (planned.config.packed_modules, planned.config.fp8_modules) == (packed, fp8)
+  assert planned.options == {"scan": True, "experts": experts, "dense": options.get("dense", "as-stored")}
+  said = plan.summary(planned)
+  assert ("experts    rounded to float8_e4m3fn, with a scale for each 128 x 128 block" in said) == ("experts" in fp8)
+  assert ("dense      rounded to float8_e4m3fn" in said) == ("dense" in fp8)
+  assert ("experts    rounded to MXFP4" in said) == (experts == "mxfp4")
+
+
+def test_a_choice_that_changes_nothing_gives_the_very_same_plan(k3_source, kimi_linear_source):
+  for source, choice in ((k3_source, "mxfp4"), (kimi_linear_source, "bf16")):
+    assert plan.make_plan(source, Options(experts=choice)) == plan.make_plan(source, Options())
+
+
+def test_experts_that_are_no_whole_groups_are_refused_by_the_name_of_their_size(kimi_linear_source, edited):
+  config = kimi_linear_source.config | {"moe_intermediate_size": 24}
+  with pytest.raises(InputError, match="moe_intermediate_size is 24, not a multiple of the MXFP4 group of 32"):
+    plan.make_plan(edited(kimi_linear_source, config=config), Options(experts="mxfp4"))
 
 
 def test_decoding_takes_experts_out_of_the_packed_modules_and_nothing_else(all_packed_source, kimi_linear_source):

@@ -1,15 +1,28 @@
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from kimi_k3.convert import transforms
+from kimi_k3.convert import fp8_block, mxfp4, transforms
 from kimi_k3.convert.transforms import Transform
 from kimi_k3.errors import InputError
 
 
-def apply(transform, shape, **stored):
-  return transforms.apply(transform, tuple(stored), stored.__getitem__, shape)
+def apply(transform, shape, rows=None, **stored):
+  """What some rows of the stored tensors become; all of them by default."""
+  rows = rows or (0, len(next(iter(stored.values()))))
+  return transforms.apply(transform, tuple(stored), lambda name, start, stop: stored[name][start:stop], shape, rows)
+
+
+def random_weights(*shape) -> np.ndarray:
+  return np.random.default_rng(0).standard_normal(shape).astype(ml_dtypes.bfloat16)
+
+
+def random_packed(outputs, inputs) -> tuple[np.ndarray, np.ndarray]:
+  rng = np.random.default_rng(0)
+  codes = rng.integers(0, 256, (outputs, inputs // 2), np.uint8)
+  return codes, rng.integers(100, 130, (outputs, inputs // 32), np.uint8)
 
 
 @pytest.mark.parametrize(
@@ -76,5 +89,81 @@ def test_a_nan_scale_is_refused_kept_packed_or_decoded(transform, shape):
 
 def test_scales_are_kept_without_reading_the_codes_when_none_is_suspect():
   scales = np.full((6, 2), 252, np.uint8)
-  found = transforms.apply(Transform.SCALES, ("codes", "scales"), {"scales": scales}.__getitem__, (6, 2))
+  found = transforms.apply(
+    Transform.SCALES, ("codes", "scales"), lambda name, *_: {"scales": scales}[name], (6, 2), (0, 6)
+  )
   assert found.tobytes() == scales.tobytes()
+
+
+def test_packing_gives_codes_and_scales_as_a_release_stores_them():
+  weights = random_weights(6, 96)
+  codes, scales = mxfp4.pack(weights, "w")
+  assert np.array_equal(apply(Transform.PACK_CODES, (6, 48), w=weights), codes)
+  assert np.array_equal(apply(Transform.PACK_SCALES, (6, 3), w=weights), scales)
+
+
+@pytest.mark.parametrize("transform", [Transform.PACK_CODES, Transform.PACK_SCALES])
+def test_packing_inputs_that_are_no_whole_groups_is_refused_by_name(transform):
+  with pytest.raises(InputError, match=r"experts\.w1\.weight: 48 inputs, expected a multiple of 32"):
+    apply(transform, (6, 24), **{"experts.w1.weight": random_weights(6, 48)})
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "bf16"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(256, 128), (130, 288), (5, 32)])
+def test_fp8_codes_and_scales_are_input_first_whether_the_source_is_packed_or_not(packed, outputs, inputs):
+  weights, stored = random_weights(outputs, inputs), {"w": random_weights(outputs, inputs)}
+  if packed:
+    codes, scales = random_packed(outputs, inputs)
+    weights, stored = mxfp4.decode(codes, scales), {"codes": codes, "scales": scales}
+  codes, scales = fp8_block.encode(weights, "w")
+  found = apply(Transform.FP8_CODES, (inputs, outputs), **stored)
+  assert found.dtype == ml_dtypes.float8_e4m3fn
+  assert found.tobytes() == codes.T.tobytes()
+  shape = (fp8_block.num_blocks(inputs), fp8_block.num_blocks(outputs))
+  found = apply(Transform.FP8_SCALES, shape, **stored)
+  assert found.dtype == np.float32
+  assert np.array_equal(found, scales.T)
+
+
+@pytest.mark.parametrize(("transform", "first"), [(Transform.FP8_CODES, 128), (Transform.PACK_CODES, 3)])
+def test_rows_of_a_rounded_matrix_are_those_of_the_whole(transform, first):
+  weights, shape = random_weights(200, 64), {Transform.FP8_CODES: (64, 200), Transform.PACK_CODES: (200, 32)}[transform]
+  rows_last = transform is Transform.FP8_CODES
+  whole = apply(transform, shape, w=weights).view(np.uint8)
+  for rows in ((0, first), (first, 200)):
+    count = rows[1] - rows[0]
+    part = apply(transform, (64, count) if rows_last else (count, 32), rows, w=weights).view(np.uint8)
+    assert np.array_equal(part, whole[:, slice(*rows)] if rows_last else whole[slice(*rows)])
+
+
+def test_the_scales_of_a_large_matrix_are_found_from_a_few_rows_at_a_time(monkeypatch):
+  weights, asked = random_weights(700, 32), []
+
+  def read(_, start, stop):
+    asked.append((start, stop))
+    return weights[start:stop]
+
+  monkeypatch.setattr(transforms, "_SCALED_BYTES", 2 * 128 * 256)  # 256 rows of one block
+  found = transforms.apply(Transform.FP8_SCALES, ("w",), read, (1, 6), (0, 700))
+  assert asked == [(0, 256), (256, 512), (512, 700)]
+  assert np.array_equal(found, fp8_block.block_scales(weights, "w").T)
+
+
+@pytest.mark.parametrize("transform", [t for t in Transform if t.value.startswith(("pack", "fp8"))])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_weight_that_is_not_finite_is_refused_by_name_where_it_would_be_rounded(transform, value):
+  weights = random_weights(6, 64)
+  weights[5, 40] = value
+  with pytest.raises(InputError, match=r"experts\.w1\.weight: 1 weight\(s\) are NaN"):
+    apply(transform, (1, 1), **{"experts.w1.weight": weights})
+
+
+@pytest.mark.parametrize("transform", transforms.LOSSY)
+def test_what_was_rounded_or_decoded_cannot_be_undone(transform):
+  with pytest.raises(ValueError, match=f"{transform} cannot be undone"):
+    transforms.invert(transform, np.zeros((4, 4), np.uint8), (4, 4))
+
+
+def test_every_transform_is_either_undone_or_lossy():
+  for transform in set(Transform) - set(transforms.LOSSY):
+    assert transforms.invert(transform, np.zeros(4, np.uint8), (4,)).shape == (4,)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
 
 import k3_reference
+from kimi_k3.convert import fp8_block
 from kimi_k3.moe.experts import Experts, apply_experts
 
 pytestmark = [pytest.mark.strict_ranks, pytest.mark.usefixtures("unsharded")]
 
 TOLERANCE = 1e-5  # of the largest value; sums of tens of products in float32
 TILE = 128
+FORMS = ("packed", "bf16", "fp8")
 
 
 def choices(rng: np.random.Generator, rows: int, num_experts: int, num_selected: int) -> np.ndarray:
@@ -90,6 +94,14 @@ def ckpt(k3_tiny):
   return k3_reference.load_checkpoint(k3_tiny.checkpoint)
 
 
+def test_the_scales_of_fp8_experts_are_cut_by_experts_only(k3_config, float32_compute):
+  experts = nnx.eval_shape(lambda: Experts(stored_as(k3_config, "fp8"), float32_compute, nnx.Rngs(0)))
+  assert experts.w1.get_metadata("out_sharding") == ("exp", "embed_moe", "mlp_moe")
+  for w in ("w1", "w2", "w3"):
+    assert getattr(experts, f"{w}_scale_inv").get_metadata("out_sharding") == ("exp", None, None)
+    assert getattr(experts, f"{w}_scale_inv").shape == (k3_config.num_experts, 1, 1)
+
+
 LAYER = "model.layers.5.block_sparse_moe.experts"
 
 
@@ -98,18 +110,28 @@ def stack(ckpt, config, name: str) -> np.ndarray:
   return np.stack([ckpt.tensors[f"{LAYER}.{e}.{name}"] for e in range(config.num_experts)])
 
 
-def experts_of(ckpt, config, compute, *, packed: bool) -> Experts:
-  """The experts of one layer of the golden checkpoint, as stored or decoded."""
-  if not packed:
-    config = dataclasses.replace(config, packed_modules=())
+def stored_as(config, form: str):
+  """The config with its experts packed, in FP8 or in bfloat16."""
+  packed, fp8 = (("experts",) if form == name else () for name in ("packed", "fp8"))
+  return dataclasses.replace(config, packed_modules=packed, fp8_modules=fp8)
+
+
+def experts_of(ckpt, config, compute, *, form: str) -> Experts:
+  """The experts of one layer of the golden checkpoint, as stored, decoded, or in FP8, which holds them exactly."""
+  config = stored_as(config, form)
   with nnx.use_eager_sharding(False):
     experts = Experts(config, compute, nnx.Rngs(0))
   for w in ("w1", "w2", "w3"):
-    if packed:
+    if form == "packed":
       for part in ("packed", "scale"):
         getattr(experts, f"{w}_{part}")[...] = jnp.asarray(stack(ckpt, config, f"{w}.weight_{part}"))
+      continue
+    weights = np.stack([ckpt.weight(f"{LAYER}.{e}.{w}.weight").T for e in range(config.num_experts)])
+    if form == "fp8":
+      codes, scales = zip(*(fp8_block.encode(v.astype(ml_dtypes.bfloat16), w) for v in weights), strict=True)
+      getattr(experts, w)[...] = jnp.asarray(np.stack(codes))
+      getattr(experts, f"{w}_scale_inv")[...] = jnp.asarray(np.stack(scales))
     else:
-      weights = np.stack([ckpt.weight(f"{LAYER}.{e}.{w}.weight").T for e in range(config.num_experts)])
       getattr(experts, w)[...] = jnp.asarray(weights, compute.weight_dtype)
   return experts
 
@@ -126,27 +148,27 @@ def loop(ckpt, x, ids, weights):
   return y
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "bf16"])
-@pytest.mark.parametrize("rows", [1, 7, 300])
-def test_experts_equal_a_loop_over_tokens(ckpt, k3_config, float32_compute, rows, packed):
+@pytest.mark.parametrize(("rows", "form"), [*itertools.product((1, 7, 300), ("packed", "bf16")), (300, "fp8")])
+def test_experts_equal_a_loop_over_tokens(ckpt, k3_config, float32_compute, rows, form):
   compute = dataclasses.replace(float32_compute, weight_dtype=jnp.bfloat16)
   rng = np.random.default_rng(rows)
   x, weights = rng.standard_normal((rows, k3_config.expert_dim)), rng.random((rows, 4))
   x = np.float32(x).astype(np.float64)
   ids = choices(rng, rows, k3_config.num_experts, 4)
-  experts = experts_of(ckpt, k3_config, compute, packed=packed)
+  experts = experts_of(ckpt, k3_config, compute, form=form)
   found = jax.jit(experts.__call__)(jnp.asarray(x, jnp.float32), jnp.asarray(ids), jnp.asarray(weights, jnp.float32))
   assert_near(found, loop(ckpt, x, ids, weights))
 
 
-def test_packed_and_decoded_experts_agree_to_the_bit(ckpt, k3_config, float32_compute):
+def test_packed_decoded_and_fp8_experts_agree_to_the_bit(ckpt, k3_config, float32_compute):
   compute = dataclasses.replace(float32_compute, dtype=jnp.bfloat16, weight_dtype=jnp.bfloat16)
   rng = np.random.default_rng(0)
   x = jnp.asarray(rng.standard_normal((9, k3_config.expert_dim)), jnp.bfloat16)
   ids, weights = jnp.asarray(choices(rng, 9, k3_config.num_experts, 4)), jnp.full((9, 4), 0.25)
-  packed, decoded = (experts_of(ckpt, k3_config, compute, packed=p)(x, ids, weights) for p in (True, False))
-  assert packed.dtype == decoded.dtype == jnp.float32
+  packed, decoded, fp8 = (experts_of(ckpt, k3_config, compute, form=f)(x, ids, weights) for f in FORMS)
+  assert packed.dtype == decoded.dtype == fp8.dtype == jnp.float32
   np.testing.assert_array_equal(packed, decoded)
+  np.testing.assert_array_equal(packed, fp8)
 
 
 def inner_jaxprs(jaxpr):
@@ -159,19 +181,15 @@ def inner_jaxprs(jaxpr):
         yield from inner_jaxprs(inner)
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "bf16"])
-@pytest.mark.parametrize("rows", [64, 1024])
-def test_nothing_is_as_large_as_all_experts_decoded_or_as_tokens_times_experts(
-  k3_config, float32_compute, rows, packed
-):
+@pytest.mark.parametrize(
+  ("rows", "form"),
+  [*itertools.product((64, 1024), ("packed", "bf16")), (64, "fp8"), pytest.param(1024, "fp8", marks=pytest.mark.slow)],
+)
+def test_nothing_is_as_large_as_all_experts_decoded_or_as_tokens_times_experts(k3_config, float32_compute, rows, form):
   """In the traced program, and in what the compiler makes of it, at sizes where the three cannot be confused."""
   num_experts, latent, mlp = 64, 128, 192
   config = dataclasses.replace(
-    k3_config,
-    num_experts=num_experts,
-    expert_latent_dim=latent,
-    expert_mlp_dim=mlp,
-    packed_modules=("experts",) if packed else (),
+    stored_as(k3_config, form), num_experts=num_experts, expert_latent_dim=latent, expert_mlp_dim=mlp
   )
   compute = dataclasses.replace(float32_compute, dtype=jnp.bfloat16, weight_dtype=jnp.bfloat16)
   graph, abstract = nnx.split(nnx.eval_shape(lambda: Experts(config, compute, nnx.Rngs(0))))
@@ -185,11 +203,17 @@ def test_nothing_is_as_large_as_all_experts_decoded_or_as_tokens_times_experts(
     return nnx.merge(graph, state)(*arrays)
 
   traced = jax.jit(run).trace(abstract, *inputs)
-  sizes = [v.aval.size for p in inner_jaxprs(traced.jaxpr.jaxpr) for e in p.eqns for v in e.outvars if v.aval.shape]
-  # One expert's matrix as codes, or the rows of all tokens in float32; far from the stack of all experts.
-  allowed = max(latent * mlp, rows * latent)
+  eqns = [e for p in inner_jaxprs(traced.jaxpr.jaxpr) for e in p.eqns]
+  # A barrier's output is its input; were it not, the compiler's temporaries would show it.
+  made = [v for e in eqns if e.primitive.name != "optimization_barrier" for v in e.outvars]
+  sizes = [v.aval.size for v in made if v.aval.shape]
+  # One expert's matrix as codes, or scales of its whole FP8 blocks, or the rows of all tokens in float32; far from the
+  # stack of all experts.
+  allowed = max(latent * (256 if form == "fp8" else mlp), rows * latent)
   assert allowed < min(num_experts * latent * mlp, rows * num_experts * latent) / 2
-  passed_through = num_experts * latent * (mlp // 2 if packed else mlp)  # weights that enter the loop as they are
+  passed_through = (
+    num_experts * latent * (mlp // 2 if form == "packed" else mlp)
+  )  # weights that enter the loop as they are
   assert max(sizes) <= allowed
   # The compiler's own temporaries, weights not counted.
   temporary = traced.lower().compile().memory_analysis().temp_size_in_bytes
