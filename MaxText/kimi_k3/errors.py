@@ -6,3 +6,7 @@ class InputError(ValueError):
 
   The message says which tensor, field or flag, what was found, what was expected and what to do.
   """
+
+  def __init__(self, message: str):
+    # One printable line whatever it quotes: a name may hold line breaks or a terminal's control codes.
+    super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split())))

@@ -21,13 +21,16 @@ Converts a released Kimi K3 or Kimi-Linear checkpoint (config.json and *.safeten
 MaxText. OUT/0/items is what load_parameters_path takes, OUT/decode.yml a complete config for `kimi-k3 decode`.
 
 All headers are checked first: every stored tensor is used, or ignored by a rule, or named in an error. SRC is only
-read. OUT appears when it is complete; the same command once more finds it and does nothing.
+read. OUT appears when it is complete; the same command once more finds it and does nothing. When it was stopped, the
+same command goes on from there, and the result is the same. See docs/convert.md.
 """
 EPILOG = """\
 examples:
-  kimi-k3 convert Kimi-K3/ k3-maxtext/ --dry-run    what would be written: leaves, bytes, folding
-  kimi-k3 convert Kimi-K3/ k3-maxtext/              everything as stored: packed experts stay packed
-  kimi-k3 convert Kimi-K3/ k3-bf16/ --experts bf16  routed experts decoded to bfloat16 (four times their size)
+  kimi-k3 convert Kimi-K3/ k3-maxtext/ --dry-run        what would be written: leaves, bytes, slices, memory, disk
+  kimi-k3 convert Kimi-K3/ k3-maxtext/                  everything as stored: packed experts stay packed
+  kimi-k3 convert Kimi-K3/ k3-serving/ --no-scan        layer by layer, for MaxText's vLLM adapter and tpu-inference
+  kimi-k3 convert Kimi-K3/ k3-fp8/ --experts fp8-block --dense fp8-block
+  kimi-k3 convert Kimi-K3/ gs://bucket/k3 --part 3/8    one of eight machines; then once with --finish
   kimi-k3 decode k3-maxtext/decode.yml prompt="Hello"
 """
 
@@ -43,15 +46,18 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
   parser.add_argument(
     "--scan",
     action=argparse.BooleanOptionalAction,
-    help="fold layers into scanned blocks of four (default: where they fold)",
+    help="layers folded into scanned blocks of four, for MaxText decode, or one by one, for MaxText's vLLM adapter and "
+    "tpu-inference (default: folded where they fold)",
   )
   parser.add_argument(
       "--experts", choices=plan.EXPERT_CHOICES, default="as-stored",
-      help="routed experts: as stored, packed, or decoded; fp8-block is not yet supported (default: %(default)s)",
+      help="routed experts: as stored; mxfp4: bfloat16 ones packed by OCP's rule; fp8-block: float8_e4m3fn, a scale "
+      "for 128 x 128 weights; bf16: decoded (default: %(default)s)",
   )  # fmt: skip
   parser.add_argument(
       "--dense", choices=plan.DENSE_CHOICES, default="as-stored",
-      help="all other matrices; fp8-block is not yet supported (default: %(default)s)",
+      help="attention, dense MLPs, shared experts and latent projections that are bfloat16: as stored or in block-wise "
+      "float8_e4m3fn (default: %(default)s)",
   )  # fmt: skip
   parser.add_argument(
     "--dry-run", action="store_true", help="check SRC, print the plan and the work left, write nothing"
@@ -102,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
   started, commit = time.monotonic(), _commit(args)
   workers = _workers(args.workers, budget, output.default_workers(budget))
   with index.open_source(args.src) as source:
+    for note in source.notes:
+      print(note, file=sys.stderr)
     planned = plan.make_plan(source, plan.Options(scan=args.scan, experts=args.experts, dense=args.dense))
     done = output.check_output(args.out, source, planned, overwrite=args.overwrite)
     scan = "--scan" if planned.scan else "--no-scan"

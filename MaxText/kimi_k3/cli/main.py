@@ -13,13 +13,17 @@ from collections.abc import Sequence
 
 from kimi_k3.errors import InputError
 
-VERBS = ("convert", "decode", "logits", "run")
+VERBS = ("convert", "verify", "export", "inspect", "slice", "decode", "logits", "run")
 # What people look for and does not exist, each with the reason.
 _REFUSED_VERBS = {"serve": "there is no server; use decode with --prompt-ids for many prompts"}
 
 _EPILOG = """\
 examples:
   kimi-k3 convert Kimi-K3/ OUT/
+  kimi-k3 verify Kimi-K3/ OUT/ --report verified.json
+  kimi-k3 export OUT/ HF_DIR/ --vision-from Kimi-K3/
+  kimi-k3 inspect Kimi-K3/
+  kimi-k3 slice Kimi-K3/ OUT/ --layers 0-7 --experts 64
   kimi-k3 decode OUT/decode.yml --prompt-ids prompts.json --max-new-tokens 64
   kimi-k3 logits OUT/decode.yml --tokens prompts.json --out logits.npz
   kimi-k3 run maxtext.checkpoint_conversion.inspect_checkpoint maxtext model_name=kimi-k3 scan_layers=true

@@ -27,7 +27,7 @@ def parse(flag: str, text: str) -> int:
   return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
 
 
-def spelled(nbytes: float) -> str:
+def spelled(nbytes: int | float) -> str:
   """A size with four digits and a unit."""
   size, units = float(nbytes), list(_UNITS)
   while size >= 1024 and len(units) > 1:

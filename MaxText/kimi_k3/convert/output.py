@@ -32,7 +32,7 @@ from kimi_k3.convert.progress import Progress
 from kimi_k3.convert.slices import Slices, file_name
 from kimi_k3.convert.storage import WEIGHT_DTYPE
 from kimi_k3.convert.store import LocalStore, Locked, Store, Unwritable, is_url, open_store
-from kimi_k3.convert.unfinished import ITEMS, MARKERS, PLAN, STATE_DIRECTORY, Commit, Unfinished
+from kimi_k3.convert.unfinished import ITEMS, MARKERS, PLAN, REPLACED, STATE_DIRECTORY, Commit, Unfinished
 from kimi_k3.errors import InputError
 
 DISTRIBUTION = "maxtext-kimi-k3"
@@ -108,6 +108,8 @@ def check_output(out: str | Path, source: Source, plan: Plan, *, overwrite: bool
   if not names or store.read(f"{STATE_DIRECTORY}/{PLAN}") is not None:
     return False
   record = store.read(RECORD)
+  if record is None and store.names(f"{STATE_DIRECTORY}/"):
+    return False  # What is left of a removal that was killed.
   if record is None:
     raise InputError(f"{out}: holds files but no {RECORD}: not a conversion, never overwritten; choose another OUT")
   difference = _difference(store, record, source, plan)
@@ -190,18 +192,25 @@ def convert(out: str | Path, source: Source, plan: Plan, job: Job) -> Outcome:
   _check_other_mode(out, job.commit)
   todo: list[int] = []
   with unfinished.lock(job.part):
-    done = _begin(unfinished, source, plan, work, job)
+    try:
+      done = _begin(unfinished, source, plan, work, job)
+    except InputError:
+      if job.part is None and unfinished.empty():
+        unfinished.remove()
+      raise
+    writing = job.convert
     try:
       if job.convert:
         todo = [n for n in (work.part(*job.part) if job.part else range(len(work))) if n not in done]
         _check_space(unfinished, work, todo)
         _write_slices(unfinished, source, work, todo, done, job.workers)
+        writing = False
         if job.hash_shards:
           _hash_shards(unfinished, source, job)
       if job.finish and job.part is None:
         _commit(unfinished, source, plan, work, decode, job, replaced)
     except InputError as error:
-      raise _resumable(error, unfinished, work, job) from error
+      raise _resumable(error, unfinished, work, job, values=writing) from error
   if job.finish and job.part is not None:
     with unfinished.lock(None):
       _commit(unfinished, source, plan, work, decode, job, replaced)
@@ -231,9 +240,10 @@ def _check_other_mode(out: str, commit: Commit) -> None:
 def tidy(out: str | Path, commit: Commit) -> None:
   """Removes what a kill right after the commit left beside a finished `out`: the journal."""
   unfinished = Unfinished(_absolute(out), commit)
-  if commit == "rename" and unfinished.state.read(PLAN) is not None and not unfinished.data.exists():
+  if unfinished.over():
     with contextlib.suppress(Locked), unfinished.lock(None):
-      unfinished.remove()
+      if unfinished.over():  # Nobody has begun another one meanwhile.
+        unfinished.remove()
 
 
 def _identity(plan: Plan, work: Slices) -> dict[str, Any]:
@@ -266,10 +276,10 @@ def _check_same(unfinished: Unfinished, found: Mapping[str, Any], asked: Mapping
 def _begin(unfinished: Unfinished, source: Source, plan: Plan, work: Slices, job: Job) -> set[int]:
   """Takes up the conversion under way, or begins one. Returns the slices that are done."""
   identity, under_way = _identity(plan, work), unfinished.plan()
-  if under_way is not None and job.overwrite and under_way != identity:
+  given_up = under_way is not None and job.convert and job.overwrite and under_way != identity
+  if given_up:
     _check_alone(unfinished, job, "an unfinished conversion of something else")
-    under_way = None
-  if under_way is not None:
+  elif under_way is not None:
     _check_same(unfinished, under_way, identity)
     done = _valid(unfinished, work, source)
     changed = len(unfinished.entries(work)) - len(done)
@@ -281,6 +291,8 @@ def _begin(unfinished: Unfinished, source: Source, plan: Plan, work: Slices, job
   if not job.convert:
     raise InputError(f"{unfinished.where}: no conversion is under way there, nothing to finish; convert first")
   if unfinished.leftovers():
+    if not given_up and unfinished.plan() is not None:  # Another part has begun meanwhile.
+      return _begin(unfinished, source, plan, work, job)
     _check_alone(unfinished, job, "what a removal left")
     unfinished.clear()
   unfinished.begin(identity)
@@ -306,19 +318,20 @@ def _valid(unfinished: Unfinished, work: Slices, source: Source) -> set[int]:
   return valid
 
 
-def _resumable(error: InputError, unfinished: Unfinished, work: Slices, job: Job) -> InputError:
-  """The error, with what is kept: nothing of a source that cannot be converted, where that is little work."""
+def _resumable(error: InputError, unfinished: Unfinished, work: Slices, job: Job, *, values: bool) -> InputError:
+  """The error, with what is kept: nothing where the source's `values` may be at fault and that is little work."""
   done = unfinished.entries(work)
-  little = sum(map(work.size, done)) < _KEPT_BYTES and not isinstance(error, Unreadable | Unwritable)
-  if not done or little:
-    if job.part is None:
-      unfinished.clear()
-      unfinished.remove()
-    return error
-  return InputError(
-    f"{error}; {len(done):,} of {len(work):,} slices are done and kept in {unfinished.where}: the same command goes on "
-    "from there"
-  )
+  values = values and not isinstance(error, Unreadable | Unwritable)
+  little = values and job.part is None and sum(map(work.size, done)) < _KEPT_BYTES
+  if done and not little:
+    return InputError(
+      f"{error}; {len(done):,} of {len(work):,} slices are done and kept in {unfinished.where}: the same command goes on "
+      "from there"
+    )
+  if job.convert and job.part is None:
+    unfinished.clear()
+    unfinished.remove()
+  return error
 
 
 def _check_space(unfinished: Unfinished, work: Slices, todo: list[int]) -> None:
@@ -327,7 +340,7 @@ def _check_space(unfinished: Unfinished, work: Slices, todo: list[int]) -> None:
   needed, free = sum(work.size(number) for number in todo), unfinished.data.free()
   if free < needed:
     where = unfinished.data.root.parent
-    raise InputError(f"{where}: {free:,} bytes free, the conversion takes {needed:,}; make room or choose another OUT")
+    raise Unwritable(f"{where}: {free:,} bytes free, the conversion takes {needed:,}; make room or choose another OUT")
 
 
 def _write_slices(
@@ -403,8 +416,8 @@ def _commit(
   sums = write.leaf_checksums(work, {number: entries[number].checksums for number in entries})
   identity = json.dumps(_identity(plan, work), sort_keys=True).encode()
   index = write.database(work, uuid=hashlib.sha256(identity).digest()[:16])
-  custom = {"scan_layers": plan.scan, "layout": LAYOUTS[plan.scan], "options": plan.options, "source": plan.fingerprint}
   record = _record(source, plan, sums, job.commit, hashes)
+  custom = {"scan_layers": plan.scan} | {name: record[name] for name in ("layout", "options", "source", "version")}
   files: list[tuple[str, bytes]] = [
     (f"{ITEMS}/{write.INDEX_FILE}", index.index),
     (f"{ITEMS}/_METADATA", write.tree_metadata(plan.leaves)),
@@ -471,7 +484,7 @@ def _swap(unfinished: Unfinished, out: Path, replaced: int | None) -> None:
     if replaced is None:
       made.rename(out)
     else:
-      old = Path(unfinished.where) / "replaced"
+      old = Path(unfinished.where) / REPLACED
       out.rename(old)
       try:
         made.rename(out)

@@ -68,24 +68,24 @@ class Store(abc.ABC):
     """Whether there is anything at all."""
     return bool(self.names())
 
-  def under(self, name: str) -> Store:
-    """The store of a directory below."""
-    return open_store(f"{self.url.rstrip('/')}/{name}")
-
 
 def is_url(path: str) -> bool:
   """Whether a path names a bucket or another of TensorStore's stores rather than a local directory."""
   return "://" in path
 
 
-def open_store(path: str | Path) -> Store:
+def open_store(path: str | Path, *, rename: bool = True) -> Store:
   """Returns the store at a local path or at a URL such as gs://bucket/directory.
+
+  Args:
+    path: Where.
+    rename: Whether a local file may be written under another name first, which a file system over a bucket would copy.
 
   Raises:
     InputError: for a URL that TensorStore does not know.
   """
   path = str(path)
-  return BucketStore(path) if is_url(path) else LocalStore(Path(path))
+  return BucketStore(path) if is_url(path) else LocalStore(Path(path), rename=rename)
 
 
 def in_directory(url: str, name: str) -> str:
@@ -94,38 +94,44 @@ def in_directory(url: str, name: str) -> str:
 
 
 @contextlib.contextmanager
-def _storing(where: str) -> Iterator[None]:
+def _storing(where: str, what: str = "written") -> Iterator[None]:
   """Turns what a disk or a bucket answers into one line."""
   try:
     yield
+  except InputError:  # Of the source, while its values were made: a ValueError too.
+    raise
   except OSError as error:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     advice = "the disk takes no more: make room" if full else "check the disk and the permissions"
-    raise Unwritable(f"{where}: cannot be written ({error.strerror}): {advice}") from error
+    raise Unwritable(f"{where}: cannot be {what} ({error.strerror}): {advice}") from error
   except ValueError as error:  # TensorStore knows one kind of error. The reason stands last.
-    raise Unwritable(f"{where}: cannot be written: ...{' '.join(str(error).split())[-_REASON_LENGTH:]}") from error
+    raise Unwritable(f"{where}: cannot be {what}: ...{' '.join(str(error).split())[-_REASON_LENGTH:]}") from error
 
 
 class LocalStore(Store):
   """A directory of the file system."""
 
-  def __init__(self, root: Path):
-    self.root, self.url = root, str(root)
+  def __init__(self, root: Path, *, rename: bool = True):
+    self.root, self.url, self.rename = root, str(root), rename
 
   def _path(self, name: str) -> Path:
     return self.root / name
 
   def read(self, name: str) -> bytes | None:
     """See Store."""
-    try:
-      return self._path(name).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-      return None
+    with _storing(str(self._path(name)), "read"):
+      try:
+        return self._path(name).read_bytes()
+      except (FileNotFoundError, NotADirectoryError):
+        return None
 
   def write(self, name: str, parts: Iterable[Any]) -> int:
-    """See Store. Each part is written before the next is asked for; a file appears by its renaming."""
+    """See Store. Each part is written before the next is asked for.
+
+    A file appears by its renaming. Without that a killed write leaves a part of it, which the journal does not know.
+    """
     path, total = self._path(name), 0
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{threading.get_ident()}")
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{threading.get_ident()}") if self.rename else path
     with _storing(str(path)):
       path.parent.mkdir(parents=True, exist_ok=True)
       try:
@@ -139,7 +145,8 @@ class LocalStore(Store):
           os.fsync(descriptor)
         finally:
           os.close(descriptor)
-        temporary.rename(path)
+        if self.rename:
+          temporary.rename(path)
       except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -158,8 +165,11 @@ class LocalStore(Store):
     with _storing(str(path)):
       if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
-      else:
-        path.unlink(missing_ok=True)
+        return
+      path.unlink(missing_ok=True)
+      with contextlib.suppress(OSError):  # Directories that it leaves empty go too.
+        while (path := path.parent) != self.root:
+          path.rmdir()
 
   def sizes(self, prefix: str) -> dict[str, int | None]:
     """See Store."""
@@ -205,13 +215,13 @@ class BucketStore(Store):
     except (ValueError, OSError) as error:
       raise InputError(f"{url}: cannot be opened: {' '.join(str(error).split())[:_REASON_LENGTH]}") from error
 
-  def _await(self, future: Any, name: str) -> Any:
-    with _storing(f"{self.url}/{name}"):
+  def _await(self, future: Any, name: str, what: str = "written") -> Any:
+    with _storing(f"{self.url}/{name}", what):
       return future.result()
 
   def read(self, name: str) -> bytes | None:
     """See Store."""
-    result = self._await(self._kvstore.read(name), name)
+    result = self._await(self._kvstore.read(name), name, "read")
     return result.value if result.state == "value" else None
 
   def write(self, name: str, parts: Iterable[Any]) -> int:
@@ -225,7 +235,7 @@ class BucketStore(Store):
     import tensorstore as ts
 
     interval = ts.KvStore.KeyRange(prefix, _after(prefix)) if prefix else None
-    return sorted(key.decode() for key in self._await(self._kvstore.list(interval), prefix))
+    return sorted(key.decode() for key in self._await(self._kvstore.list(interval), prefix, "listed"))
 
   def delete(self, prefix: str = "") -> None:
     """See Store."""
@@ -243,13 +253,16 @@ class BucketStore(Store):
       yield
       return
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "thread": threading.get_ident()}
-    generation, stop = self._take(name, owner), threading.Event()
+    held, stop = self._take(name, owner), threading.Event()
 
     def renew() -> None:
-      held = generation
+      nonlocal held
       while not stop.wait(SIGN_OF_LIFE_SECONDS):
         with contextlib.suppress(ValueError, OSError):  # A bucket that is out of reach fails the writes, not this.
-          held = self._kvstore.write(name, _signed(owner), if_equal=held).result().generation
+          renewed = self._kvstore.write(name, _signed(owner), if_equal=held).result().generation
+          if not renewed:  # Removed at the end, or taken by another who saw no sign of life. Never taken back.
+            return
+          held = renewed
 
     beat = threading.Thread(target=renew, daemon=True)
     beat.start()
@@ -259,7 +272,7 @@ class BucketStore(Store):
       stop.set()
       beat.join()
       with contextlib.suppress(ValueError, OSError):
-        self._kvstore.write(name, None).result()
+        self._kvstore.write(name, None, if_equal=held).result()
 
   def _take(self, name: str, owner: dict[str, Any]) -> bytes:
     """Takes a free lock, or one whose owner gives no sign of life, and returns the object's generation."""
@@ -274,9 +287,11 @@ class BucketStore(Store):
       while time.monotonic() < until:
         time.sleep(min(1.0, wait / 10))
         now = self._await(self._kvstore.read(name), name)
-        if now.state == "value" and now.stamp.generation != generation:
+        if now.state != "value":
+          found = now
+          break
+        if now.stamp.generation != generation:
           raise Locked(f"{self.url}: another conversion is writing there, wait for it or choose another OUT")
-      found = self._await(self._kvstore.read(name), name)
     written = self._await(self._kvstore.write(name, _signed(owner), if_equal=found.stamp.generation), name)
     if not written.generation:  # Someone else was quicker.
       raise Locked(f"{self.url}: another conversion has just started there, wait for it or choose another OUT")

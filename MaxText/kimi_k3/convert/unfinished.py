@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from kimi_k3.convert.slices import DATA_DIRECTORY, Slices, file_name
-from kimi_k3.convert.store import Store, in_directory, open_store
+from kimi_k3.convert.store import Store, in_directory, is_url, open_store
 from kimi_k3.errors import InputError
 
 Commit = Literal["rename", "marker"]
@@ -30,7 +30,9 @@ MARKER = MARKERS[-1]
 _JOURNAL = "journal"
 _HASHES = "hashes"
 _LOCK = "lock"
-_OURS = (_LOCK, f"{_JOURNAL}/", f"{_HASHES}/", "out/")  # A removal that was killed leaves some of them.
+REPLACED = "replaced"  # What was at OUT before, between the two renames.
+# A removal, or the very first write, that was killed leaves some of them.
+_OURS = (_LOCK, PLAN, f"{_JOURNAL}/", f"{_HASHES}/", "out/", f"{REPLACED}/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Unfinished:
     self.out, self.commit = out, commit
     where = in_directory(out, STATE_DIRECTORY) if commit == "marker" else out.rstrip("/") + PARTIAL_SUFFIX
     self.where = where
-    self.state: Store = open_store(where)
-    self.data: Store = open_store(out if commit == "marker" else in_directory(where, "out"))
+    self.state: Store = open_store(where, rename=commit == "rename")
+    self.data: Store = open_store(out if commit == "marker" else in_directory(where, "out"), rename=commit == "rename")
 
   def plan(self) -> dict[str, Any] | None:
     """What is being converted here; None when nothing is.
@@ -58,6 +60,8 @@ class Unfinished:
       InputError: if there are files that no conversion left, or its plan cannot be read.
     """
     content = self.state.read(PLAN)
+    if content is not None and not content.endswith(b"}") and not self.state.names(f"{_JOURNAL}/"):
+      content = None  # Killed while it was written, before anything else.
     if content is None:
       strangers = [name for name in self.state.names() if not name.startswith(_OURS)]
       if strangers:
@@ -75,8 +79,19 @@ class Unfinished:
 
   def leftovers(self) -> bool:
     """Whether there are files without a plan: of a killed removal or, in marker mode, of what OUT held before."""
-    names = [name for name in self.state.names() if not name.startswith(_LOCK)]
+    names = [name for name in self.state.names() if not name.startswith((_LOCK, PLAN))]
     return bool(names) or (self.commit == "marker" and any(self._data_names()))
+
+  def empty(self) -> bool:
+    """Whether there is nothing but locks."""
+    return all(name.startswith(_LOCK) for name in self.state.names())
+
+  def over(self) -> bool:
+    """Whether all that is there is what a kill right after the commit left of the state."""
+    names = self.state.names()
+    if self.commit == "marker":
+      return PLAN not in names and bool(names) and not (is_url(self.out) and self.empty())
+    return bool(names) and not self.data.exists() and all(name.startswith(_OURS) for name in names)
 
   def _data_names(self) -> list[str]:
     return [name for name in self.data.names() if not name.startswith(f"{STATE_DIRECTORY}/")]

@@ -235,21 +235,28 @@ def check_settings(settings: Mapping[str, Any], record: Mapping[str, Any] | None
   if record is None:
     return
   made = {
-    "scan_layers": record.get("options", {}).get("scan"),
-    "packed_modules": record.get("packed_modules"),
-    "fp8_modules": record.get("fp8_modules"),
-    "float32_leaves": record.get("stored", {}).get("float32_leaves"),
+    "scan_layers": _field(record, "options", "scan"),
+    "packed_modules": _field(record, "packed_modules"),
+    "fp8_modules": _field(record, "fp8_modules"),
+    "float32_leaves": _field(record, "stored", "float32_leaves"),
   }
   faults = []
   for name, value in settings.items():
     wanted = sorted(value) if isinstance(value, list | tuple) else value
-    found = sorted(made[name]) if isinstance(made[name], list) else made[name]
+    found = sorted(made[name], key=str) if isinstance(made[name], list) else made[name]
     if found != wanted:
       faults.append(f"{name} is {json.dumps(wanted)} in the config, {json.dumps(found)} in the checkpoint")
   if faults:
     raise InputError(
       f"{path}: made for another config: {'; '.join(faults)}. Use the decode.yml written with it, or convert again"
     )
+
+
+def _field(record: Any, *names: str) -> Any:
+  """A value of a record, None where it has none."""
+  for name in names:
+    record = record.get(name) if isinstance(record, dict) else None
+  return record
 
 
 def check_content(leaves: Mapping[str, Any], recorded: Mapping[str, Recorded], path: str) -> None:

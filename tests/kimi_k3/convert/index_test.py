@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -214,3 +217,146 @@ def test_a_shard_that_shrinks_after_opening_is_an_error_not_garbage(k3_copy):
     (k3_copy / SHARD).write_bytes(b"")
     with pytest.raises(InputError, match="was the file changed"):
       source.read(name)
+
+
+def test_rows_and_blocks_of_a_tensor_are_its_bytes(k3_source):
+  name = "language_model.model.embed_tokens.weight"
+  whole = k3_source.read(name)
+  assert np.array_equal(k3_source.read(name, 3, 9), whole[3:9])
+  blocks = [bytes(block) for block in k3_source.blocks(name, 1_000)]
+  assert [len(block) for block in blocks[:2]] == [1_000, 1_000]
+  assert b"".join(blocks) == whole.tobytes()
+
+
+def test_a_hugging_face_cache_is_read_through_its_links(k3_tiny, tmp_path):
+  blobs, snapshot = tmp_path / "models" / "blobs", tmp_path / "models" / "snapshots" / "0a1b"
+  blobs.mkdir(parents=True)
+  snapshot.mkdir(parents=True)
+  for i, path in enumerate(sorted(k3_tiny.checkpoint.iterdir())):
+    shutil.copy(path, blobs / f"{i:064x}")
+    (snapshot / path.name).symlink_to(f"../../blobs/{i:064x}")
+  with index.open_source(snapshot) as source:
+    assert len(source.tensors) == 1504
+    assert source.read("language_model.model.norm.weight").shape == (64,)
+
+
+@pytest.mark.parametrize("shard", ["sub/{}", "./{}", "sub/../{}", "{}/", "a\nb", "\x1b[2J", "\ud800"])
+def test_a_shard_with_a_path_or_a_name_nobody_can_print_is_refused(k3_copy, shard):
+  (k3_copy / "sub").mkdir()
+  shutil.copy(k3_copy / SHARD, k3_copy / "sub" / SHARD)
+  edit_index(k3_copy, lambda weights: weights.update(dict.fromkeys(weights, shard.format(SHARD))))
+  with pytest.raises(InputError, match="expected plain names of shards") as error:
+    index.open_source(k3_copy)
+  assert str(error.value).isprintable()
+
+
+def test_a_directory_in_the_place_of_a_file_is_named(k3_copy):
+  for name in (SHARD, index.INDEX_FILE, "config.json"):
+    (k3_copy / name).unlink()
+    (k3_copy / name).mkdir()
+    with pytest.raises(InputError, match=rf"{name}: cannot be read \(a directory, expected a file\)"):
+      index.open_source(k3_copy)
+
+
+def test_a_file_without_permission_is_named(k3_copy, monkeypatch):
+  opened = os.open
+
+  def refuse(path, *args):
+    if str(path).endswith(SHARD):
+      raise PermissionError(13, "Permission denied")
+    return opened(path, *args)
+
+  monkeypatch.setattr(os, "open", refuse)
+  with pytest.raises(InputError, match=rf"{SHARD}: cannot be read \(Permission denied\)"):
+    index.open_source(k3_copy)
+
+
+@pytest.mark.parametrize("name", [SHARD, index.INDEX_FILE, "config.json"])
+def test_a_link_to_nothing_is_named_with_where_it_leads(k3_copy, name):
+  (k3_copy / name).unlink()
+  (k3_copy / name).symlink_to("../blobs/0a1b")
+  with pytest.raises(InputError, match=rf"{name}: cannot be read \(a link to \.\./blobs/0a1b, which is not there\)"):
+    index.open_source(k3_copy)
+
+
+# In a process of its own: waiting would be for ever.
+OPEN_ALL = """
+import os, sys
+from pathlib import Path
+from kimi_k3.convert import index
+directory = Path(sys.argv[1])
+for name in sys.argv[2:]:
+  (directory / name).rename(directory.parent / name)
+  for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+    make(directory / name)
+    try: index.open_source(directory)
+    except index.InputError as error: print(error)
+    (directory / name).unlink()
+  (directory.parent / name).rename(directory / name)
+"""
+
+
+def test_pipes_and_devices_are_refused_without_waiting_for_them(k3_copy):
+  names = [SHARD, index.INDEX_FILE, "config.json"]
+  command = [sys.executable, "-c", OPEN_ALL, str(k3_copy), *names]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+  refusals = done.stdout.splitlines()
+  assert len(refusals) == 6
+  for name, refusal in zip([name for name in names for _ in range(2)], refusals, strict=True):
+    assert f"{name}: cannot be read (a pipe, a device or a socket, expected a file)" in refusal
+
+
+def test_an_index_of_other_shards_is_called_another_release(k3_copy):
+  (k3_copy / SHARD).rename(k3_copy / "model-00002-of-000004.safetensors")
+  with pytest.raises(InputError) as error:
+    index.open_source(k3_copy)
+  message = str(error.value)
+  assert f"{SHARD}: named by the index, not there" in message
+  assert "model-00002-of-000004.safetensors: not named by the index" in message
+  assert "not of the same release" in message
+
+
+@pytest.mark.parametrize("total", [0, 2018911, 2018913, "2018912", True, [], 1e300])
+def test_a_total_size_that_contradicts_the_shards_is_noted(k3_copy, total):
+  content = json.loads((k3_copy / index.INDEX_FILE).read_text())
+  assert content["metadata"]["total_size"] == 2018912
+  (k3_copy / index.INDEX_FILE).write_text(json.dumps(content | {"metadata": {"total_size": total}}))
+  (note,) = index.open_source(k3_copy).notes
+  assert "metadata.total_size is " in note
+  assert "the tensors of the shards have 2018912 bytes" in note
+
+
+@pytest.mark.parametrize("metadata", [{}, {"total_size": 2018912.0}, None])
+def test_an_index_need_not_say_the_total_size(k3_copy, metadata):
+  content = json.loads((k3_copy / index.INDEX_FILE).read_text())
+  (k3_copy / index.INDEX_FILE).write_text(json.dumps(content | {"metadata": metadata}))
+  assert len(index.open_source(k3_copy).tensors) == 1504
+
+
+@pytest.mark.parametrize("metadata", [[], {"format": 1}, "pt", None])
+def test_metadata_of_a_header_must_be_strings(k3_copy, metadata):
+  rewrite_header(k3_copy / SHARD, lambda header: header | {"__metadata__": metadata})
+  with pytest.raises(InputError, match=rf"{SHARD}: header: __metadata__ is "):
+    index.open_source(k3_copy)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\0b", "\x1b[2Ja", "\ud800", "\u2028", "x" * 513])
+def test_a_tensor_whose_name_nobody_can_print_is_refused_in_print(k3_copy, name):
+  rewrite_header(k3_copy / SHARD, lambda header: header | {name: header.pop(_first(header))})
+  with pytest.raises(InputError, match="too long, or not printable") as error:
+    index.open_source(k3_copy)
+  assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1" * 25])
+@pytest.mark.parametrize("name", ["config.json", index.INDEX_FILE])
+def test_numbers_that_json_has_not_or_64_bits_have_not_are_refused(k3_copy, name, literal):
+  (k3_copy / name).write_text(f'{{"weight_map": {{}}, "a": {literal}}}')
+  with pytest.raises(InputError, match=rf"{name}: not valid JSON"):
+    index.open_source(k3_copy)
+
+
+def test_a_config_nested_too_deep_is_refused(k3_copy):
+  (k3_copy / "config.json").write_text('{"a": ' + "[" * 40 + "]" * 40 + "}")
+  with pytest.raises(InputError, match="nested deeper than 32 levels"):
+    index.open_source(k3_copy)

@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import math
-import shutil
 import threading
-import zlib
+import weakref
 
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint
 import pytest
+import tensorstore as ts
 from orbax.checkpoint import v1 as ocp
 
-from kimi_k3.convert import index, plan, transforms, write
-from kimi_k3.convert.mapping import Leaf, Piece
+from kimi_k3 import checksums
+from kimi_k3.convert import chunks, index, output, plan, slices, store, transforms, write
 from kimi_k3.convert.plan import Options
+from kimi_k3.convert.slices import Slices
 from kimi_k3.convert.transforms import Transform
 from kimi_k3.errors import InputError
 
 K3_LAYER_9 = "language_model.model.layers.9"  # 0-based; KDA with experts; index 1 of blocks.layers_1
 
 
-def written(source, directory, *, workers=2, **options):
-  """The plan of a checkpoint that is written to the directory."""
-  return written_with_checksums(source, directory, workers=workers, **options)[0]
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch):
+  """Stable storage is store_test's; here it would cost half the time."""
+  monkeypatch.setattr(store.os, "fsync", lambda _: None)
 
 
-def written_with_checksums(source, directory, *, workers=2, **options):
+def written(source, out, *, workers=2, parts=1, **options):
+  """The plan of a checkpoint that is written to OUT/0."""
   planned = plan.make_plan(source, Options(**options))
-  directory.mkdir()
-  quiet = {"workers": workers, "progress": lambda _: None}
-  return planned, write.write_checkpoint(directory, source, planned.leaves, scan=planned.scan, **quiet)
+  job = output.Job(commit="rename", workers=workers)
+  for part in range(parts, 0, -1) if parts > 1 else ():
+    output.convert(out, source, planned, dataclasses.replace(job, part=(part, parts), finish=False))
+  output.convert(out, source, planned, dataclasses.replace(job, convert=parts == 1))
+  return planned
 
 
 def loaded(directory) -> dict[tuple[str, ...], np.ndarray]:
@@ -75,28 +80,28 @@ def check_against_source(planned, arrays, source, reference) -> set[str]:
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("experts", ["as-stored", "bf16"])
 def test_every_byte_of_k3_comes_back(k3_source, tmp_path, reference, scan, experts):
-  planned = written(k3_source, tmp_path / "0", scan=scan, experts=experts)
-  seen = check_against_source(planned, loaded(tmp_path / "0"), k3_source, reference)
+  planned = written(k3_source, tmp_path / "out", scan=scan, experts=experts)
+  seen = check_against_source(planned, loaded(tmp_path / "out" / "0"), k3_source, reference)
   assert seen == {name for name in k3_source.tensors if name.startswith("language_model.")}
 
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_every_byte_of_kimi_linear_comes_back(kimi_linear_source, tmp_path, reference, scan):
-  planned = written(kimi_linear_source, tmp_path / "0", scan=scan)
-  seen = check_against_source(planned, loaded(tmp_path / "0"), kimi_linear_source, reference)
+  planned = written(kimi_linear_source, tmp_path / "out", scan=scan)
+  seen = check_against_source(planned, loaded(tmp_path / "out" / "0"), kimi_linear_source, reference)
   assert seen == set(kimi_linear_source.tensors)
 
 
 @pytest.mark.parametrize("experts", ["as-stored", "bf16"])
 def test_every_byte_comes_back_with_shared_experts_and_latent_packed(all_packed_source, tmp_path, reference, experts):
-  planned = written(all_packed_source, tmp_path / "0", experts=experts)
-  seen = check_against_source(planned, loaded(tmp_path / "0"), all_packed_source, reference)
+  planned = written(all_packed_source, tmp_path / "out", experts=experts)
+  seen = check_against_source(planned, loaded(tmp_path / "out" / "0"), all_packed_source, reference)
   assert seen == {name for name in all_packed_source.tensors if name.startswith("language_model.")}
 
 
 def test_leaves_hold_what_the_parameter_tree_says_in_plain_numpy(k3_source, tmp_path):
-  written(k3_source, tmp_path / "0", scan=True)
-  arrays = {".".join(path): array for path, array in loaded(tmp_path / "0").items()}
+  written(k3_source, tmp_path / "out", scan=True)
+  arrays = {".".join(path): array for path, array in loaded(tmp_path / "out" / "0").items()}
   kda, moe = f"{K3_LAYER_9}.self_attn", f"{K3_LAYER_9}.block_sparse_moe"
   block = {
     path.removeprefix("decoder.blocks.layers_1."): array[1] for path, array in arrays.items() if "s.layers_1." in path
@@ -116,9 +121,9 @@ def test_leaves_hold_what_the_parameter_tree_says_in_plain_numpy(k3_source, tmp_
 
 
 def test_the_loader_that_maxtext_uses_reads_shapes_and_values(kimi_linear_source, tmp_path):
-  planned = written(kimi_linear_source, tmp_path / "0")
-  metadata = ocp.metadata(tmp_path / "0", checkpointable_name="items").metadata
-  tree = ocp.load(tmp_path / "0", checkpointable_name="items")
+  planned = written(kimi_linear_source, tmp_path / "out")
+  metadata = ocp.metadata(tmp_path / "out" / "0", checkpointable_name="items").metadata
+  tree = ocp.load(tmp_path / "out" / "0", checkpointable_name="items")
   for leaf in planned.leaves:
     described, array = metadata["params"]["params"], tree["params"]["params"]
     for key in leaf.path:
@@ -129,105 +134,172 @@ def test_the_loader_that_maxtext_uses_reads_shapes_and_values(kimi_linear_source
   assert np.asarray(embedding).tobytes() == kimi_linear_source.read("model.embed_tokens.weight").tobytes()
 
 
-def test_the_result_depends_neither_on_workers_nor_on_chunk_sizes(small_sources, tmp_path, monkeypatch, reference):
-  monkeypatch.setattr(write, "CHUNK_BYTES", 10_000)  # A head of 32 KiB is cut into rows.
-  monkeypatch.setattr(write, "RUN_BYTES", 6_000)  # Experts of 2 KiB go in pairs, small leaves in many groups.
-  planned = written(small_sources["k3"], tmp_path / "0", workers=1, scan=True, experts="bf16")
-  check_against_source(planned, loaded(tmp_path / "0"), small_sources["k3"], reference)
+@pytest.mark.parametrize("how", [{"workers": 1}, {"workers": 3, "parts": 3}, {"sizes": (10_000, 30_000, 6_000)}])
+def test_the_arrays_depend_neither_on_workers_nor_on_parts_nor_on_the_sizes_of_chunks_and_slices(
+  small_sources, tmp_path, monkeypatch, reference, how
+):
+  if sizes := how.pop("sizes", None):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", sizes[0])  # A head of 32 KiB is cut by outputs.
+    monkeypatch.setattr(slices, "MAX_SLICE_BYTES", sizes[1])
+    monkeypatch.setattr(slices, "MIN_SLICE_BYTES", sizes[2])
+  planned = written(small_sources["k3"], tmp_path / "out", scan=True, experts="bf16", **how)
+  check_against_source(planned, loaded(tmp_path / "out" / "0"), small_sources["k3"], reference)
 
 
-@pytest.mark.parametrize("sizes", [None, (10_000, 6_000)])
-def test_the_checksum_of_a_leaf_is_that_of_its_bytes_however_it_was_cut(small_sources, tmp_path, monkeypatch, sizes):
+def test_of_a_prime_vocabulary_the_last_chunk_is_filled_up_and_reads_back(tiny_checkpoint, tmp_path, monkeypatch, reference):
+  few = ("--layers", "4", "--set", "num_experts=4", "--set", "num_experts_per_token=2", "--set", "vocab_size=257")
+  source = index.open_source(tiny_checkpoint(*few))
+  monkeypatch.setattr(chunks, "CHUNK_BYTES", 10_000)
+  planned = written(source, tmp_path / "out", scan=False)
+  head = next(leaf for leaf in planned.leaves if leaf.path[-2:] == ("logits_dense", "kernel"))
+  assert chunks.chunk_shape(head) == (64, 78)
+  assert [chunk.shape for chunk in chunks.chunks(head)] == [(64, 78)] * 3 + [(64, 23)]
+  arrays = loaded(tmp_path / "out" / "0")
+  check_against_source(planned, arrays, source, reference)
+  recorded = json.loads((tmp_path / "out" / "conversion.json").read_text())
+  name = ".".join(head.path)
+  assert recorded["chunks"][name] == [64, 78]
+  assert recorded["checksums"][name] == checksums.array_checksum(arrays[head.path], (64, 78))
+
+
+@pytest.mark.parametrize("sizes", [None, (10_000, 30_000, 6_000)])
+def test_the_checksum_of_a_leaf_is_that_of_its_bytes_and_the_shape_of_its_chunks(
+  small_sources, tmp_path, monkeypatch, sizes
+):
   if sizes:
-    monkeypatch.setattr(write, "CHUNK_BYTES", sizes[0])
-    monkeypatch.setattr(write, "RUN_BYTES", sizes[1])
-  planned, sums = written_with_checksums(small_sources["k3"], tmp_path / "0", scan=True)
-  arrays = loaded(tmp_path / "0")
-  assert list(sums) == [".".join(leaf.path) for leaf in planned.leaves]
-  assert sums == {".".join(path): f"{zlib.crc32(array.tobytes()):08x}" for path, array in arrays.items()}
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", sizes[0])
+    monkeypatch.setattr(slices, "MAX_SLICE_BYTES", sizes[1])
+    monkeypatch.setattr(slices, "MIN_SLICE_BYTES", sizes[2])
+  planned = written(small_sources["k3"], tmp_path / "out", scan=True)
+  record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+  arrays = {".".join(path): array for path, array in loaded(tmp_path / "out" / "0").items()}
+  assert list(record["checksums"]) == list(record["chunks"]) == [".".join(leaf.path) for leaf in planned.leaves]
+  for name, array in arrays.items():
+    assert record["checksums"][name] == checksums.array_checksum(array, record["chunks"][name])
 
 
 def test_a_leaf_of_zeros_is_stored_all_the_same(k3_source, tmp_path):
   zeros = next(n for n, t in k3_source.tensors.items() if t.dtype == "F32" and n.endswith("e_score_correction_bias"))
-
-  class Zeroed(index.Source):
-    def read(self, name):
-      return super().read(name) * (name != zeros)
-
-  written(Zeroed(k3_source.directory, k3_source.config, k3_source.config_bytes, k3_source.tensors), tmp_path / "0")
-  tree = json.loads((tmp_path / "0" / "items" / "_METADATA").read_text())
+  written(reading(k3_source, lambda name, array: array * (name != zeros)), tmp_path / "out")
+  tree = json.loads((tmp_path / "out" / "0" / "items" / "_METADATA").read_text())
   assert tree["store_array_data_equal_to_fill_value"]
-  assert any(not array.any() for array in loaded(tmp_path / "0").values())
+  assert any(not array.any() for array in loaded(tmp_path / "out" / "0").values())
 
 
-def leaf_of(shape, dtype, indices):
-  return Leaf(("x",), shape, dtype, Transform.RESHAPE, (("U8", ()),), tuple(Piece(i, (f"{i}",)) for i in indices))
+def reading(source, change) -> index.Source:
+  """The source with `change(name, array)` in the place of each array that is read."""
 
+  class Changed(index.Source):
+    def read(self, name, start=0, stop=None):
+      return change(name, super().read(name, start, stop))
 
-@pytest.mark.parametrize(
-  ("leaf", "chunk"),
-  [
-    (leaf_of((22, 896, 3072, 1792), "uint8", [(b, e) for b in range(22) for e in range(896)]), [1, 1, 3072, 1792]),
-    (leaf_of((22, 7168, 96, 128), "bfloat16", [(b,) for b in range(22)]), [1, 7168, 96, 128]),
-    (leaf_of((7168, 163840), "bfloat16", [()]), [819, 163840]),
-    (leaf_of((7168,), "bfloat16", [()]), [7168]),
-  ],
-  ids=["experts", "stacked", "head", "vector"],
-)
-def test_a_chunk_is_one_block_or_expert_and_at_most_256_mib(leaf, chunk):
-  assert write._chunk_shape(leaf) == chunk
-  assert math.prod(chunk) * np.dtype(leaf.dtype).itemsize <= write.CHUNK_BYTES
-
-
-def test_runs_stay_in_one_block_and_below_their_limit():
-  leaf = leaf_of((2, 896, 3072, 1792), "uint8", [(b, e) for b in range(2) for e in range(896)])
-  runs = list(write._runs(leaf))
-  assert [piece for run in runs for piece in run] == list(leaf.pieces)
-  assert all(len({piece.index[0] for piece in run}) == 1 for run in runs)
-  assert max(len(run) for run in runs) == 24  # 24 x 5.25 MiB
-
-
-def test_the_first_error_stops_all_workers_and_is_the_one_raised(k3_source, tmp_path):
-  reads, lock = [], threading.Lock()
-
-  class Failing(index.Source):
-    def read(self, name):
-      with lock:
-        reads.append(name)
-        if len(reads) == 20:
-          raise InputError("the twentieth read fails")
-      return super().read(name)
-
-  source = Failing(k3_source.directory, k3_source.config, k3_source.config_bytes, k3_source.tensors)
-  with pytest.raises(InputError, match="the twentieth read fails"):
-    written(source, tmp_path / "0")
-  assert len(reads) < len(k3_source.tensors) / 2
-
-
-def test_a_disk_that_takes_no_more_is_told_in_one_line(k3_source, tmp_path):
-  class Ruining(index.Source):
-    def read(self, name):
-      shutil.rmtree(tmp_path / "0" / "items" / "d", ignore_errors=True)
-      shutil.rmtree(tmp_path / "0" / "items", ignore_errors=True)
-      (tmp_path / "0" / "items").touch()  # nothing can be created below a file
-      return super().read(name)
-
-  source = Ruining(k3_source.directory, k3_source.config, k3_source.config_bytes, k3_source.tensors)
-  with pytest.raises(InputError, match=r"the checkpoint cannot be written, is the disk full\? \.\.\.") as error:
-    written(source, tmp_path / "0", workers=1)
-  assert "\n" not in str(error.value)
-  assert len(str(error.value)) < 300
+  return Changed(source.directory, source.config, source.config_bytes, source.tensors, source.shards)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's readers, left behind
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "experts.2.w2.weight_packed"])
 def test_a_damaged_byte_is_found_on_reading(k3_source, tmp_path, name):
-  written(k3_source, tmp_path / "0")
+  written(k3_source, tmp_path / "out")
   stored = next(n for n in k3_source.tensors if n.endswith(name))
   part = k3_source.read(stored).tobytes()[:64]
-  (file,) = (f for f in (tmp_path / "0" / "items" / "d").iterdir() if part in f.read_bytes())
+  (file,) = (f for f in (tmp_path / "out" / "0" / "items" / "d").iterdir() if part in f.read_bytes())
   data = bytearray(file.read_bytes())
   data[data.index(part)] ^= 1
   file.write_bytes(data)
   with pytest.raises(ValueError, match="Digest mismatch"):
-    loaded(tmp_path / "0")
+    loaded(tmp_path / "out" / "0")
+
+
+def test_an_array_is_described_as_tensorstore_itself_describes_it(small_sources):
+  """So that another writer may open it, and no reader meets a field it does not know."""
+  leaf = plan.make_plan(small_sources["k3"], Options()).leaves[0]
+  context = ts.Context()
+  metadata = {"shape": leaf.shape, "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": leaf.shape}}}
+  spec = {"driver": "zarr3", "kvstore": "memory://", "metadata": metadata | {"data_type": leaf.dtype}}
+  theirs = ts.open(spec, create=True, context=context).result()
+  stored = json.loads(theirs.kvstore.read("zarr.json").result().value)
+  ours = json.loads(write.array_metadata(leaf))
+  assert ours.pop("codecs") == [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+  assert ours == {name: value for name, value in stored.items() if name != "codecs"}
+
+
+def test_orbax_finds_no_time_in_what_describes_a_checkpoint():
+  described = json.loads(write.checkpoint_metadata({"scan_layers": True}))
+  assert described["init_timestamp_nsecs"] == described["commit_timestamp_nsecs"] == 1
+  assert described["custom_metadata"] == {"scan_layers": True}
+  assert described["item_handlers"]["items"].endswith("PyTreeHandler")
+
+
+def test_a_slice_is_its_chunks_each_with_its_checksum_and_holds_one_at_a_time(small_sources):
+  source = small_sources["k3"]
+  work = Slices(plan.make_plan(source, Options(experts="bf16")).leaves, source.tensors)
+  for number in range(len(work)):
+    sums: list[int] = []
+    at, before = 0, None
+    placed = list(work.chunks(number))
+    for i, part in enumerate(write.slice_parts(work, number, source, sums)):
+      if i % 2:
+        assert part == sums[-1].to_bytes(4, "little")
+        at += 4
+      else:
+        assert before is None or before() is None  # the chunk before is let go
+        assert (at, len(sums)) == (placed[i // 2].offset, i // 2 + 1)
+        assert checksums.chunk_checksum(part) == sums[-1]
+        before, at = weakref.ref(part), at + len(part)
+      del part
+    assert at == work.size(number)
+    assert len(sums) == len(placed)
+
+
+# Running the slices
+
+
+def test_tasks_are_begun_in_their_order_and_all_of_them():
+  begun, lock = [], threading.Lock()
+
+  def work(task):
+    with lock:
+      begun.append(task)
+
+  write.run_all(range(50), work, 1)
+  assert begun == list(range(50))
+  write.run_all(range(50), work, 4)
+  assert sorted(begun[50:]) == list(range(50))
+  write.run_all([], work, 2)
+
+
+def test_the_first_error_stops_all_workers_and_is_the_one_raised(k3_source, tmp_path):
+  reads, lock = [], threading.Lock()
+
+  def fail(name, array):
+    with lock:
+      reads.append(name)
+      if len(reads) == 20:
+        raise InputError("the twentieth read fails")
+    return array
+
+  with pytest.raises(InputError, match="^the twentieth read fails$"):
+    written(reading(k3_source, fail), tmp_path / "out")
+  assert len(reads) < len(k3_source.tensors) / 2
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_interruption_lets_the_tasks_under_way_end_and_begins_no_other(monkeypatch, workers):
+  begun, ended, lock, started = [], [], threading.Lock(), threading.Barrier(workers + 1)
+
+  def work(task):
+    with lock:
+      begun.append(task)
+    started.wait(10)
+    with lock:
+      ended.append(task)
+
+  def interrupt(_):
+    started.wait(10)  # All workers are at it.
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(write.concurrent.futures, "as_completed", interrupt)
+  with pytest.raises(KeyboardInterrupt):
+    write.run_all(range(100), work, workers)
+  assert sorted(begun) == sorted(ended)
+  assert len(begun) <= 2 * workers

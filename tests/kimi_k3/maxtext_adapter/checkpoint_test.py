@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from kimi_k3.checksums import array_checksum
 from kimi_k3.errors import InputError
 from kimi_k3.maxtext_adapter import checkpoint
 from kimi_k3.maxtext_adapter.checkpoint import (
+  Recorded,
   check_content,
   check_cuts,
   check_fit,
+  check_settings,
   load_params,
   model_leaves,
-  recorded_checksums,
+  read_record,
+  recorded_leaves,
   stored_leaves,
 )
 
@@ -261,21 +264,25 @@ def test_a_converted_checkpoint_with_one_changed_leaf_is_refused(tiny_checkpoint
 
 SQUARE = np.arange(16, dtype=np.float32).reshape(4, 4)
 CONTENT = {"a.up": SQUARE, "a.gate": SQUARE + 1, "a.norm": np.ones(3, np.float32), "b.norm": np.ones(3, np.float32)}
+CHUNKS = {"a.up": (4, 4), "a.gate": (2, 3), "a.norm": (3,), "b.norm": (3,)}
 
 
-def recorded(**changes: np.ndarray) -> dict[str, str]:
-  arrays = CONTENT | {name.replace("__", "."): array for name, array in changes.items()}
-  return {name: f"{zlib.crc32(array.tobytes()):08x}" for name, array in arrays.items()}
+def with_changes(changes: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+  return CONTENT | {name.replace("__", "."): array for name, array in changes.items()}
+
+
+def recorded(**changes: np.ndarray) -> dict[str, Recorded]:
+  arrays = with_changes(changes)
+  return {n: Recorded(array_checksum(array, CHUNKS[n]), CHUNKS[n]) for n, array in arrays.items()}
 
 
 def on_device(**changes: np.ndarray) -> dict[str, jax.Array]:
-  arrays = CONTENT | {name.replace("__", "."): array for name, array in changes.items()}
-  return {name: jnp.asarray(array) for name, array in arrays.items()}
+  return {name: jnp.asarray(array) for name, array in with_changes(changes).items()}
 
 
-def content_refusal(leaves: dict[str, jax.Array], sums: dict[str, str]) -> str:
+def content_refusal(leaves: dict[str, jax.Array], held: dict[str, Recorded]) -> str:
   with pytest.raises(InputError) as error:
-    check_content(leaves, sums, "OUT")
+    check_content(leaves, held, "OUT")
   assert "\n" not in str(error.value)
   return str(error.value).removeprefix("OUT is not what was converted: ").removesuffix(". Convert again")
 
@@ -286,22 +293,28 @@ def test_leaves_as_they_were_recorded_are_accepted_and_so_are_leaves_without_a_r
 
 
 def test_a_square_leaf_that_was_transposed_is_named():
-  found, expected = (f"{zlib.crc32(array.tobytes()):08x}" for array in (SQUARE.T.copy(), SQUARE))
+  found, expected = (array_checksum(array, (4, 4)) for array in (SQUARE.T.copy(), SQUARE))
   message = content_refusal(on_device(a__up=SQUARE.T), recorded())
   assert message == f"a.up has checksum {found}, recorded is {expected}"
 
 
 def test_leaves_that_changed_places_are_named_with_each_other():
-  message = content_refusal(on_device(a__up=SQUARE + 1, a__gate=SQUARE), recorded())
+  held = recorded() | {"a.gate": Recorded(array_checksum(SQUARE + 1, (4, 4)), (4, 4))}
+  message = content_refusal(on_device(a__up=SQUARE + 1, a__gate=SQUARE), held)
   up, gate = message.split("; ")
   assert re.fullmatch(r"a.up has checksum \w{8}, which is a.gate, recorded is \w{8}", up)
   assert re.fullmatch(r"a.gate has checksum \w{8}, which is a.up, recorded is \w{8}", gate)
 
 
 def test_a_leaf_that_was_never_recorded_is_named():
-  sums = recorded()
-  del sums["a.up"]
-  assert content_refusal(on_device(), sums).endswith("recorded is none")
+  held = recorded()
+  del held["a.up"]
+  assert content_refusal(on_device(), held) == "a.up has checksum none, recorded is none"
+
+
+def test_a_leaf_recorded_with_other_axes_is_named():
+  held = recorded() | {"a.up": Recorded("00000000", (16,))}
+  assert content_refusal(on_device(), held) == "a.up has checksum none, recorded is 00000000"
 
 
 def test_the_smallest_leaves_are_compared_and_no_more_than_so_many_bytes_of_them(monkeypatch):
@@ -316,32 +329,143 @@ def test_sharded_leaves_are_compared_in_the_order_of_the_whole():
   check_content({"a.up": jax.device_put(SQUARE, place)}, recorded(), "OUT")
 
 
-def test_the_record_of_a_conversion_is_found_two_directories_above_and_other_checkpoints_have_none(tmp_path):
-  items = tmp_path / "out" / "0" / "items"
-  items.mkdir(parents=True)
-  assert recorded_checksums(str(items)) == {}
-  (tmp_path / "out" / "conversion.json").write_text(json.dumps({"schema": 1, "checksums": {"a": "00000000"}}))
-  assert recorded_checksums(str(items)) == {"a": "00000000"}
+RECORD = {
+  "schema": 2, "commit": "rename", "checksums": {"a": "00000000", "b": "01234567"}, "chunks": {"a": [3], "b": []},
+  "options": {"scan": True}, "packed_modules": ["experts", "latent"], "fp8_modules": [],
+  "stored": {"float32_leaves": ["A_log", "dt_bias"]},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-  "content",
-  ["", "{", "[]", "{}"]
-  + [f'{{"checksums": {value}}}' for value in ("5", "null", '["abc"]', "{}", '{"a": ["00000000"]}', '{"a": 5}')],
-)
-def test_a_record_that_cannot_be_read_is_told(tmp_path, content):
-  (tmp_path / "conversion.json").write_text(content)
-  with pytest.raises(
-    InputError, match=r"conversion\.json: (holds no checksums: |checksums are not ).*; convert again"
-  ) as error:
-    recorded_checksums(str(tmp_path / "0" / "items"))
+@pytest.fixture
+def items(tmp_path) -> Path:
+  """OUT/0/items of a conversion with RECORD."""
+  made = tmp_path / "out" / "0" / "items"
+  made.mkdir(parents=True)
+  (tmp_path / "out" / "conversion.json").write_text(json.dumps(RECORD))
+  return made
+
+
+def test_the_record_of_a_conversion_is_found_two_directories_above_and_other_checkpoints_have_none(items):
+  assert read_record(str(items)) == read_record(f"{items}/") == RECORD
+  (items.parents[1] / "conversion.json").unlink()
+  assert read_record(str(items)) is None
+  assert recorded_leaves(None, str(items)) == {}
+
+
+def test_a_record_tells_checksum_and_chunks_of_each_leaf():
+  found = recorded_leaves(RECORD, "OUT")
+  assert found == {"a": Recorded("00000000", (3,)), "b": Recorded("01234567", ())}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "5", "null", '"schema"', "\udcff"])
+def test_a_record_that_cannot_be_read_is_told(items, content):
+  (items.parents[1] / "conversion.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+  with pytest.raises(InputError, match=r"conversion\.json: cannot be read: .*; convert again") as error:
+    read_record(str(items))
   assert "\n" not in str(error.value)
 
 
-def test_a_directory_in_place_of_the_record_is_told(tmp_path):
-  (tmp_path / "conversion.json").mkdir()
-  with pytest.raises(InputError, match=r"conversion\.json: holds no checksums: .*; convert again"):
-    recorded_checksums(str(tmp_path / "0" / "items"))
+def test_a_directory_in_place_of_the_record_is_told(items):
+  (items.parents[1] / "conversion.json").unlink()
+  (items.parents[1] / "conversion.json").mkdir()
+  with pytest.raises(InputError, match=r"conversion\.json: cannot be read: .*; convert again"):
+    read_record(str(items))
+
+
+@pytest.mark.parametrize("schema", [1, 3, "2", None])
+def test_a_record_of_another_schema_is_refused(items, schema):
+  (items.parents[1] / "conversion.json").write_text(json.dumps(RECORD | {"schema": schema}))
+  with pytest.raises(InputError, match=rf"is of schema {schema!r}, this version reads 2; convert again"):
+    read_record(str(items))
+
+
+NO_SHAPES = ([[]], {"a": [3]}, {"a": [3], "c": [1]}, {"a": [3], "b": [0]}, {"a": [3], "b": [True]}, {"a": [3], "b": 3}, None)
+NO_SUMS = ([], {}, None, 5, ["abc"], {"a": 5, "b": "0"}, {"a": ["0"], "b": "0"})
+
+
+@pytest.mark.parametrize("change", [*({"chunks": v} for v in NO_SHAPES), *({"checksums": v} for v in NO_SUMS)], ids=repr)
+def test_a_record_whose_checksums_or_chunks_are_not_those_of_leaves_is_refused(change):
+  with pytest.raises(InputError, match=r"its conversion\.json lacks checksums and chunks of each leaf; convert again"):
+    recorded_leaves(RECORD | change, "OUT")
+
+
+def test_an_unfinished_conversion_is_refused_and_says_so(items):
+  state = items.parents[1] / ".unfinished"
+  state.mkdir()
+  (state / "lock").touch()
+  assert read_record(str(items)) == RECORD  # a removal that was killed after the commit
+  (state / "plan.json").touch()
+  with pytest.raises(InputError, match=r"the conversion that makes it is not finished \(.*plan\.json is there\)") as error:
+    load_params(str(items), abstract())
+  assert "finish it first" in str(error.value)
+
+
+def test_a_copy_without_its_commit_markers_is_refused_and_the_marker_is_named(items):
+  out = items.parents[1]
+  (out / "conversion.json").write_text(json.dumps(RECORD | {"commit": "marker"}))
+  for marker in ("0/items/commit_success.txt", "0/commit_success.txt"):
+    with pytest.raises(InputError, match=f"its commit marker .*/out/{marker} is missing: not finished, or not copied"):
+      load_params(str(items), abstract())
+    (out / marker).touch()
+  assert read_record(str(items))["commit"] == "marker"
+
+
+SETTINGS = {
+  "scan_layers": True, "packed_modules": ["latent", "experts"], "fp8_modules": [],
+  "float32_leaves": ("dt_bias", "A_log"),
+}  # fmt: skip
+OTHERS = {
+  "scan_layers": (False, "scan_layers is false in the config, true in the checkpoint"),
+  "packed_modules": (["experts"], 'packed_modules is ["experts"] in the config, ["experts", "latent"] in the checkpoint'),
+  "fp8_modules": (["dense"], 'fp8_modules is ["dense"] in the config, [] in the checkpoint'),
+  "float32_leaves": ([], 'float32_leaves is [] in the config, ["A_log", "dt_bias"] in the checkpoint'),
+}
+
+
+def test_settings_of_the_record_in_any_order_are_accepted_and_without_a_record_none_is_looked_at():
+  check_settings(SETTINGS, RECORD, "OUT")
+  check_settings({}, RECORD, "OUT")
+  check_settings({name: value for name, (value, _) in OTHERS.items()}, None, "OUT")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_setting_than_the_checkpoint_was_made_for_is_refused_with_both_sides(name):
+  value, said = OTHERS[name]
+  with pytest.raises(InputError) as error:
+    check_settings(SETTINGS | {name: value}, RECORD, "OUT")
+  advice = "Use the decode.yml written with it, or convert again"
+  assert str(error.value) == f"OUT: made for another config: {said}. {advice}"
+
+
+def test_all_settings_that_differ_are_named():
+  with pytest.raises(InputError) as error:
+    check_settings({name: value for name, (value, _) in OTHERS.items()}, RECORD, "OUT")
+  assert all(said in str(error.value) for _, said in OTHERS.values())
+
+
+@pytest.mark.parametrize("field", ["options", "packed_modules", "fp8_modules", "stored"])
+@pytest.mark.parametrize("value", [None, 5, [], [1, "a"], {}])
+def test_a_record_that_does_not_say_how_it_was_made_is_refused(field, value):
+  if field == "fp8_modules" and value == []:
+    return
+  with pytest.raises(InputError, match="made for another config"):
+    check_settings(SETTINGS, RECORD | {field: value}, "OUT")
+
+
+def test_a_converted_checkpoint_is_refused_under_another_setting_before_a_leaf_is_read(five_layers, monkeypatch):
+  """Shapes alone would not tell all of these: a setting is compared first."""
+  from kimi_k3.maxtext_adapter.checkpoint import storage_settings
+  from kimi_k3.maxtext_adapter.settings import read_config
+
+  monkeypatch.setattr(checkpoint, "stored_leaves", lambda _: pytest.fail("looked at the leaves"))
+  config = read_config(str(five_layers / "decode.yml"), [])
+  right = storage_settings(config)
+  check_settings(right, read_record(config.load_parameters_path), "OUT")
+  assert set(right) == set(OTHERS)
+  for name, value in right.items():
+    other = (not value) if isinstance(value, bool) else [*value, "dense"]
+    with pytest.raises(InputError, match=f"made for another config: {name} is "):
+      load_params(config.load_parameters_path, abstract(), right | {name: other})
 
 
 def test_leaves_that_the_mesh_cuts_unevenly_are_named_and_never_padded():
