@@ -45,7 +45,8 @@ def array_checksum(array: np.ndarray, chunk_shape: Sequence[int]) -> str:
 def _chunks(array: np.ndarray, shape: Sequence[int]) -> Iterable[np.ndarray]:
   starts = (range(0, size, step) for size, step in zip(array.shape, shape, strict=True))
   for start in itertools.product(*starts):
-    part = array[tuple(slice(first, first + step) for first, step in zip(start, shape, strict=True))]
+    # The dots: an array without axes stays an array.
+    part = array[(*(slice(first, first + step) for first, step in zip(start, shape, strict=True)), ...)]
     yield filled(part, shape)
 
 

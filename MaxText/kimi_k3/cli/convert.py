@@ -172,7 +172,7 @@ def _commit(args: argparse.Namespace) -> Literal["rename", "marker"]:
 def _part(text: str | None) -> tuple[int, int] | None:
   if text is None:
     return None
-  match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+  match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
   if not match or not 1 <= int(match[1]) <= int(match[2]):
     raise InputError(f"--part is {text!r}, expected i/n with i from 1 to n, such as 1/4")
   return int(match[1]), int(match[2])

@@ -20,7 +20,7 @@ def parse(flag: str, text: str) -> int:
   Raises:
     InputError: naming the flag, for anything else and for nothing.
   """
-  match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([A-Za-z]{0,3})", text.strip())
+  match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([A-Za-z]{0,3})", text.strip())
   factor = _FACTORS.get(match[2].upper()) if match else None
   if match is None or factor is None or float(match[1]) * factor < 1:
     raise InputError(f"{flag} is {text!r}, expected a size such as 2GiB, 500MB or a number of bytes")

@@ -83,12 +83,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(out: Path, cut) -> None:
-  import tqdm
-
   from kimi_k3.convert import slicing
+  from kimi_k3.convert.progress import Progress
 
-  with tqdm.tqdm(total=cut.nbytes, unit="B", unit_scale=True, unit_divisor=1024, desc="slice") as bar:
-    slicing.write_slice(out, cut, bar.update)
+  with Progress("slice", cut.nbytes) as progress:
+    slicing.write_slice(out, cut, progress.add)
 
 
 def _experts(text: str) -> int:

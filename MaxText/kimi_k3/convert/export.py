@@ -20,14 +20,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tqdm
-
 from kimi_k3.config import text_config
 from kimi_k3.convert import chunks, index, mapping, output, plan, storage, store, transforms, unfinished
 from kimi_k3.convert.chunks import Chunk
 from kimi_k3.convert.faults import listed, refuse_any
 from kimi_k3.convert.index import DTYPES, INDEX_FILE, LENGTH_BYTES, Source, StoredTensor
 from kimi_k3.convert.mapping import Leaf, Piece, Shape
+from kimi_k3.convert.progress import Progress
 from kimi_k3.convert.reader import Output, chunk_faults, differing_arrays
 from kimi_k3.convert.transforms import Transform
 from kimi_k3.convert.write import leaf_name, run_all
@@ -385,12 +384,12 @@ def _check_space(partial: store.LocalStore, nbytes: int) -> None:
 
 def _write_shards(directory: Path, planned: Export, todo: Sequence[Shard], workers: int) -> None:
   total = sum(tensor.nbytes for shard in todo for tensor in shard.tensors)
-  with tqdm.tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="export") as bar:
+  with Progress("export", total) as progress:
     for shard in todo:
-      _write_shard(directory, planned, shard, workers, bar)
+      _write_shard(directory, planned, shard, workers, progress)
 
 
-def _write_shard(directory: Path, planned: Export, shard: Shard, workers: int, bar: tqdm.tqdm) -> None:
+def _write_shard(directory: Path, planned: Export, shard: Shard, workers: int, progress: Progress) -> None:
   temporary, lock, written = directory / f"{shard.name}.tmp", threading.Lock(), len(shard.header)
   parts = list(_parts(shard))
   try:
@@ -405,7 +404,7 @@ def _write_shard(directory: Path, planned: Export, shard: Shard, workers: int, b
         _write_at(descriptor, data, offset)
         with lock:
           written += len(data)
-          bar.update(len(data))
+        progress.add(len(data))
 
       run_all(range(len(parts)), work, workers)
       assert written == shard.size, f"{shard.name}: {written} bytes written of {shard.size}"

@@ -325,8 +325,8 @@ def _resumable(error: InputError, unfinished: Unfinished, work: Slices, job: Job
   little = values and job.part is None and sum(map(work.size, done)) < _KEPT_BYTES
   if done and not little:
     return InputError(
-      f"{error}; {len(done):,} of {len(work):,} slices are done and kept in {unfinished.where}: the same command goes on "
-      "from there"
+      f"{error}; {len(done):,} of {len(work):,} slices are done and kept in {unfinished.where}: the same command goes "
+      "on from there"
     )
   if job.convert and job.part is None:
     unfinished.clear()

@@ -199,7 +199,9 @@ def open_output(out: str | Path) -> Output:
   record = _record(where, record_bytes)
   missing = [name for name in unfinished.MARKERS if _read(held, name) is None] if record["commit"] == "marker" else []
   if missing:
-    raise InputError(f"{where}: {', '.join(missing)} missing: an unfinished conversion; {_AGAIN}")
+    raise InputError(
+      f"{where}: commit marker {' and '.join(missing)} missing: an unfinished conversion or a copy of a part; {_AGAIN}"
+    )
   config_bytes = _read(held, "config.json")
   if config_bytes is None:
     raise InputError(f"{where}: config.json is missing, expected in every conversion; {_AGAIN}")

@@ -24,9 +24,8 @@ ITEMS = "0/items"  # A step directory and its item, as Orbax and MaxText name th
 PARTIAL_SUFFIX = ".partial"
 STATE_DIRECTORY = ".unfinished"
 PLAN = "plan.json"
-# Orbax's name. Its loader looks into the item's directory, its checkpoint manager into the step's. The last is the commit.
+# Orbax's name: its loader looks into the item's directory, its checkpoint manager into the step's. The last commits.
 MARKERS = (f"{ITEMS}/commit_success.txt", "0/commit_success.txt")
-MARKER = MARKERS[-1]
 _JOURNAL = "journal"
 _HASHES = "hashes"
 _LOCK = "lock"

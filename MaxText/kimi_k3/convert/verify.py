@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import hashlib
 import itertools
 import json
 import math
@@ -19,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import tqdm
 import yaml
 
 from kimi_k3 import checksums, maxtext_keys
@@ -28,6 +26,7 @@ from kimi_k3.convert.explain import Explainer, Tally, expected_chunk, line
 from kimi_k3.convert.faults import MAX_LISTED, listed
 from kimi_k3.convert.index import Source
 from kimi_k3.convert.mapping import Leaf
+from kimi_k3.convert.progress import Progress
 from kimi_k3.convert.reader import Arrays, Output, UnreadableError, chunk_faults, differing_arrays
 from kimi_k3.convert.slices import Placed, Slices
 from kimi_k3.convert.storage import WEIGHT_DTYPE
@@ -37,7 +36,6 @@ from kimi_k3.convert.write import leaf_name, run_all
 REPORT_SCHEMA = 1
 _STEP_METADATA = "0/_CHECKPOINT_METADATA"
 _SEED = 0  # The same sample each time, so that a fault found once is found again.
-_HASH_BYTES = 16 * 1024 * 1024  # Read at a time.
 
 
 class Check(NamedTuple):
@@ -177,14 +175,14 @@ class _Verification:
       total = sum(plan.leaf_bytes(tally.leaf) for tally in self.tallies.values())
     else:
       total = sum(_nbytes(self.tallies[placed.leaf].leaf, placed.chunk) for placed in places)
-    with tqdm.tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="verify") as bar:
+    with Progress("verify", total) as progress:
 
       def work(number: int) -> None:
         for placed in self._placed(number, chosen):
           nbytes = self._compare(self.tallies[placed.leaf], placed.chunk)
           with self._lock:
             self.num_bytes += nbytes
-            bar.update(nbytes)
+          progress.add(nbytes)
 
       run_all(tasks, work, self.workers)
 
@@ -281,17 +279,13 @@ class _Verification:
       return
     names, faults = sorted(recorded), []
     total = sum(self.source.shards[name].size for name in names)
-    with tqdm.tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="sha256") as bar:
+    with Progress("sha256", total) as progress:
 
       def work(number: int) -> None:
-        digest, name = hashlib.sha256(), names[number]
-        with open(self.source.directory / name, "rb") as file:
-          while data := file.read(_HASH_BYTES):
-            digest.update(data)
-            with self._lock:
-              bar.update(len(data))
-        if digest.hexdigest() != recorded[name]:
-          faults.append(f"{name}: SHA-256 {digest.hexdigest()[:12]}..., recorded {recorded[name][:12]}...")
+        name = names[number]
+        found = output.file_sha256(self.source.directory / name, progress.add)
+        if found != recorded[name]:
+          faults.append(f"{name}: SHA-256 {found[:12]}..., recorded {recorded[name][:12]}...")
 
       run_all(range(len(names)), work, self.workers)
     self._check("sha256", sorted(faults), f"{len(names)} shards as recorded")

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from kimi_k3.cli import convert
+from kimi_k3.cli import convert, sizes
+from kimi_k3.cli.main import main
 from kimi_k3.convert import index
 from kimi_k3.errors import InputError
 
@@ -40,7 +46,12 @@ def test_the_result_is_one_line_on_stdout_and_the_log_goes_to_stderr(k3_tiny, tm
   assert said.out.count("\n") == 1
   assert "1,406,084 weights; --no-scan" in said.err
   header = (out / "decode.yml").read_text().splitlines()[0]
-  assert header == f"# Written by: kimi-k3 convert {k3_tiny.checkpoint} {out} --no-scan --experts as-stored"
+  words = f"kimi-k3 convert {k3_tiny.checkpoint} {out} --no-scan --experts as-stored --dense as-stored"
+  assert header == f"# Written by: {words}"
+  summary = said.err.splitlines()[-1]
+  assert re.fullmatch(
+    r"(\d+) of \1 slices written, 0 were done before; 1\.89\d? MiB, \S+ \w*B/s, peak memory \S+ [MG]iB", summary
+  )
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(k3_tiny, tmp_path, capsys):
@@ -68,25 +79,179 @@ def test_other_options_are_refused_without_overwrite_and_obeyed_with_it(k3_tiny,
   assert "packed_modules: []" in (out / "decode.yml").read_text()
 
 
-@pytest.mark.parametrize(
-  ("words", "flag"),
-  [
-    (("--part", "1/4"), "--part"),
-    (("--finish",), "--finish"),
-    (("--ram-budget", "8000000000"), "--ram-budget"),
-    (("--experts", "fp8-block"), "--experts fp8-block"),
-    (("--dense", "fp8-block"), "--dense fp8-block"),
-  ],
-)
-def test_flags_of_later_versions_are_refused_by_name(k3_tiny, tmp_path, words, flag):
-  with pytest.raises(InputError, match=f"{flag}: not yet supported"):
-    run(k3_tiny.checkpoint, tmp_path / "out", *words)
+@pytest.fixture
+def stopped(k3_tiny, tmp_path, monkeypatch) -> Path:
+  """OUT of a conversion that was interrupted with ten slices done."""
+  from kimi_k3.convert.unfinished import Unfinished
+
+  real, out = Unfinished.add, tmp_path / "out"
+
+  def add(unfinished, number, *rest):
+    if number >= 10:
+      raise KeyboardInterrupt
+    real(unfinished, number, *rest)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(Unfinished, "add", add)
+    assert main([VERB, str(k3_tiny.checkpoint), str(out), "--workers", "1"]) == 130
+  return out
+
+
+def test_an_interruption_has_an_exit_code_of_its_own_and_the_next_run_goes_on(k3_tiny, stopped, converted, capsys):
+  assert not stopped.exists()
+  assert capsys.readouterr().err.splitlines()[-1] == "kimi-k3: interrupted"
+  assert run(k3_tiny.checkpoint, stopped) == 0
+  said = capsys.readouterr().err
+  assert re.search(r"out\.partial: 10 of (\d+) slices are done, going on from there", said)
+  assert re.search(r"(\d+) of \d+ slices written, 10 were done before", said)
+  assert items(stopped) == items(converted)
+
+
+def items(out: Path) -> dict[str, bytes]:
+  return {path.name: path.read_bytes() for path in (out / "0" / "items").rglob("*") if path.is_file()}
+
+
+def test_a_dry_run_shows_slices_what_is_done_memory_and_disk(k3_tiny, stopped, tmp_path, capsys, monkeypatch):
+  before = sorted(tmp_path.rglob("*"))
+  assert run(k3_tiny.checkpoint, stopped, "--dry-run", "--workers", "3") == 0
+  said = capsys.readouterr().out
+  work = re.search(r"^slices +(\d+) of up to [\d.]+ KiB, 10 done$", said, re.M)
+  assert work
+  assert re.search(r"^to write +[\d,]{9} \(1\.\d+ MiB\)$", said, re.M)
+  assert re.search(r"^memory +3 worker\(s\), up to 256 MiB each; up to 1 GiB for plan and libraries$", said, re.M)
+  assert re.search(r"^disk +\S+ [GT]iB free: enough$", said, re.M)
+  monkeypatch.setattr("kimi_k3.convert.store.LocalStore.free", lambda _: 9)
+  assert run(k3_tiny.checkpoint, stopped, "--dry-run") == 0
+  assert re.search(r"^disk +9 B free: NOT ENOUGH$", capsys.readouterr().out, re.M)
+  assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_dry_run_of_what_is_there_says_so_and_one_of_a_bucket_has_no_disk(k3_tiny, converted, tmp_path, capsys):
+  assert run(k3_tiny.checkpoint, converted, "--dry-run") == 0
+  said = capsys.readouterr()
+  assert "already holds this conversion, nothing written" in said.err
+  assert "slices" not in said.out
+  assert run(k3_tiny.checkpoint, f"file://{tmp_path}/bucket", "--dry-run") == 0
+  said = capsys.readouterr().out
+  assert re.search(r"^slices +\d+ of up to .*, 0 done$", said, re.M)
+  assert "disk" not in said
   assert not list(tmp_path.iterdir())
 
 
-def test_a_worker_count_below_one_is_refused(k3_tiny, tmp_path):
-  with pytest.raises(InputError, match="--workers is 0, expected 1 or more"):
-    run(k3_tiny.checkpoint, tmp_path / "out", "--workers", "0")
+@pytest.mark.parametrize("part", ["0/4", "5/4", "x", "1", "1/0", "0/0", "-1/4", "1/4/4", "1.5/2", "1 /4", "", "1/1000000", "\u0661/4"])
+def test_a_part_that_is_none_is_refused(k3_tiny, tmp_path, refused, part):
+  said = refused(VERB, k3_tiny.checkpoint, tmp_path / "out", f"--part={part}")
+  assert said == f"--part is {part!r}, expected i/n with i from 1 to n, such as 1/4"
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("workers", [(), ("--workers", "8")])
+def test_a_budget_that_is_no_size_is_refused(k3_tiny, tmp_path, refused, workers):
+  said = refused(VERB, k3_tiny.checkpoint, tmp_path / "out", "--ram-budget", "lots", *workers)
+  assert said == "--ram-budget is 'lots', expected a size such as 2GiB, 500MB or a number of bytes"
+
+
+@pytest.mark.parametrize(
+  ("words", "said"),
+  [
+    (("--ram-budget", "255MiB"), "--ram-budget is 255 MiB, 1 worker(s) take up to 256 MiB: raise it"),
+    (("--ram-budget", "1GiB", "--workers", "5"), "is 1 GiB, 5 worker(s) take up to 1.25 GiB: raise it or lower --workers"),
+    (("--workers", "0"), "--workers is 0, expected 1 or more"),
+    (("--workers", "-2"), "--workers is -2, expected 1 or more"),
+  ],
+)
+def test_workers_for_which_the_budget_does_not_suffice_are_refused(k3_tiny, tmp_path, refused, words, said):
+  assert refused(VERB, k3_tiny.checkpoint, tmp_path / "out", *words).endswith(said)
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("budget", "cpus", "workers"), [("256MiB", 4, 1), ("700MiB", 4, 2), ("2GiB", 4, 4), ("1TiB", 99, 8)])
+def test_the_default_is_as_many_workers_as_cpus_and_budget_allow(monkeypatch, budget, cpus, workers):
+  from kimi_k3.convert import output, write
+
+  assert convert.WORKER_BYTES == write.WORKER_BYTES
+  monkeypatch.setattr(output.os, "cpu_count", lambda: cpus)
+  assert output.default_workers(sizes.parse("--ram-budget", budget)) == workers
+
+
+def test_a_bucket_has_no_renames(k3_tiny, tmp_path, refused):
+  said = refused(VERB, k3_tiny.checkpoint, "gs://bucket/out", "--commit", "rename")
+  assert said == "--commit rename: gs://bucket/out has no renames, expected marker"
+
+
+@pytest.mark.parametrize("flags", [("--commit", "marker"), ("--hash",), ()])
+def test_the_flags_change_where_and_how_not_what(k3_tiny, tmp_path, converted, flags):
+  out = tmp_path / "out" if flags else f"file://{tmp_path}/out"
+  assert run(k3_tiny.checkpoint, out, *flags) == 0
+  out = tmp_path / "out"
+  record, other = (json.loads((path / "conversion.json").read_text()) for path in (out, converted))
+  assert record["commit"] == ("rename" if flags == ("--hash",) else "marker")
+  assert (out / "0" / "commit_success.txt").exists() == (record["commit"] == "marker")
+  assert all(("sha256" in shard) == (flags == ("--hash",)) for shard in record["source"]["shards"].values())
+  assert record["checksums"] == other["checksums"]
+  assert {k: v for k, v in items(out).items() if k != "commit_success.txt"} == items(converted)
+
+
+def test_parts_are_converted_apart_and_finished_together(k3_tiny, tmp_path, converted, refused, capsys):
+  out = tmp_path / "out"
+  assert run(k3_tiny.checkpoint, out, "--part", "2/3") == 0
+  said = capsys.readouterr()
+  assert re.fullmatch(rf"{out}: part 2/3 is done, \d+ of \d+ slices are missing of others\n", said.out)
+  assert not out.exists()
+  assert "convert the missing part(s) before --finish" in refused(VERB, k3_tiny.checkpoint, out, "--finish")
+  assert run(k3_tiny.checkpoint, out, "--part", "1/3") == 0
+  assert run(k3_tiny.checkpoint, out, "--part", "3/3") == 0
+  assert ", 0 of " in capsys.readouterr().out
+  assert not out.exists()
+  assert run(k3_tiny.checkpoint, out, "--finish") == 0
+  said = capsys.readouterr()
+  assert said.out.startswith(f"{out}: 282 leaves, 1976848 bytes, ")
+  assert "slices written" not in said.err
+  assert items(out) == items(converted)
+  assert run(k3_tiny.checkpoint, out, "--part", "1/3") == 0
+  assert "already holds this conversion" in capsys.readouterr().err
+
+
+def test_the_last_part_may_finish_and_finish_alone_needs_something_to_finish(k3_tiny, tmp_path, converted, refused):
+  out = tmp_path / "out"
+  assert refused(VERB, k3_tiny.checkpoint, out, "--finish").endswith("nothing to finish; convert first")
+  assert not list(tmp_path.iterdir())
+  assert run(k3_tiny.checkpoint, out, "--part", "1/1", "--finish") == 0
+  assert items(out) == items(converted)
+
+
+def test_a_full_disk_is_one_line_and_exit_code_2(k3_tiny, tmp_path, monkeypatch, capsys):
+  from kimi_k3.convert import store
+
+  real, left = os.write, [300_000]
+
+  def write(descriptor, data):
+    left[0] -= len(data)
+    if left[0] < 0:
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return real(descriptor, data)
+
+  monkeypatch.setattr(store.os, "write", write)
+  assert main([VERB, str(k3_tiny.checkpoint), str(tmp_path / "out")]) == 2
+  last = capsys.readouterr().err.splitlines()[-1]
+  assert re.fullmatch(
+    r"kimi-k3: error: .*: cannot be written \(No space left on device\): the disk takes no more: make room; \d+ of \d+ "
+    r"slices are done and kept in .*/out\.partial: the same command goes on from there", last
+  )  # fmt: skip
+  assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+
+
+@pytest.mark.parametrize("reader", ["gone", "there"])
+def test_whoever_reads_the_progress_may_go_away(k3_tiny, tmp_path, converted, reader):
+  """As a terminal that is closed: the work stops or ends, and the next run goes on."""
+  command = [sys.executable, "-m", "kimi_k3.cli.main", VERB, str(k3_tiny.checkpoint), str(tmp_path / "out")]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    assert process.stderr
+    process.stderr.close() if reader == "gone" else process.stderr.read()
+    assert process.wait(60) in ((0,) if reader == "there" else (0, 1, 120, 141))
+  assert run(k3_tiny.checkpoint, tmp_path / "out") == 0
+  assert items(tmp_path / "out") == items(converted)
+  assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_help_teaches_with_an_example(capsys):
@@ -94,6 +259,38 @@ def test_help_teaches_with_an_example(capsys):
     run("--help")
   assert stop.value.code == 0
   assert "kimi-k3 convert Kimi-K3/ k3-maxtext/ --dry-run" in capsys.readouterr().out
+
+
+def test_help_says_what_each_flag_means(capsys):
+  with pytest.raises(SystemExit):
+    run("--help")
+  said = " ".join(capsys.readouterr().out.split())
+  flags = {
+    "--scan, --no-scan": "fold layers into scanned blocks",
+    "--experts {as-stored,mxfp4,fp8-block,bf16}": "routed experts",
+    "--dense {as-stored,fp8-block}": "all other matrices",
+    "--dry-run": "write nothing",
+    "--overwrite": "replace an OUT",
+    "--workers N": "slices written at a time",
+    "--ram-budget BYTES": "256 MiB a worker",
+    "--part i/n": "the i-th of n shares",
+    "--finish": "commit what the parts have written",
+    "--hash": "SHA-256 of every shard",
+    "--commit {auto,rename,marker}": "how OUT appears",
+  }
+  options = said[said.index("options:") :]
+  for flag, meaning in flags.items():
+    explained = options[options.index(f" {flag} ") + len(flag) + 2 :][:400]
+    assert meaning in explained, flag
+
+
+def test_help_does_not_wait_for_the_libraries():
+  script = (
+    "import sys; from kimi_k3.cli.main import main\n"
+    "try: main(['convert', '--help'])\nexcept SystemExit: pass\n"
+    "sys.exit(bool({'tensorstore', 'jax', 'orbax'} & set(sys.modules)))"
+  )
+  assert subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL, check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -106,7 +303,7 @@ def test_help_teaches_with_an_example(capsys):
 def test_bad_data_is_refused_by_name_and_leaves_nothing(k3_tiny, tmp_path, suffix, at, message):
   src = shutil.copytree(k3_tiny.checkpoint, tmp_path / "source")
   shard = src / "model-00001-of-000003.safetensors"
-  tensor = next(t for t in index.read_header(src, shard.name) if t.name.endswith(suffix))
+  tensor = next(t for t in index.read_header(src, shard.name)[1] if t.name.endswith(suffix))
   data = bytearray(shard.read_bytes())
   data[tensor.offset + at % tensor.nbytes] = 255
   shard.write_bytes(data)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from kimi_k3.convert import index, output, plan
+from kimi_k3.convert import export, index, output, plan, reader, storage, verify
 from kimi_k3.convert.plan import Options
 from kimi_k3.convert.unfinished import MARKERS
 from kimi_k3.errors import InputError
@@ -97,6 +97,24 @@ def test_parts_of_several_machines_meet_in_the_bucket(bucket, source, tmp_path):
   assert with_missing.missing == 0
   assert convert(URL, source, convert=False).finished
   assert held(bucket) == files(tmp_path / "out")
+
+
+def test_what_is_in_the_bucket_is_verified_and_exported_from_there(bucket, source, tmp_path):
+  convert(URL, source)
+  found = reader.open_output(URL)
+  assert verify.verify(source, found, sample=None, workers=2).ok
+  export.export(tmp_path / "back", export.plan_export(found, None), workers=2, overwrite=False)
+  with index.open_source(tmp_path / "back") as back:
+    for name, tensor in storage.text_tensors(source).items():
+      assert back.tensors[name].dtype == tensor.dtype
+      assert back.read(name).tobytes() == source.read(name).tobytes()
+  name = next(n for n in bucket.objects if "/items/d/0" in n)
+  generation, data = bucket.objects[name]
+  bucket.objects[name] = (generation + 1, bytes((data[0] ^ 1,)) + data[1:])
+  assert not verify.verify(source, reader.open_output(URL), sample=None, workers=2).ok
+  del bucket.objects[PREFIX + MARKERS[-1]]
+  with pytest.raises(InputError, match="marker"):
+    reader.open_output(URL)
 
 
 def test_what_is_in_the_bucket_and_is_no_conversion_is_not_touched(bucket, source):

@@ -452,13 +452,16 @@ def test_a_record_that_does_not_say_how_it_was_made_is_refused(field, value):
     check_settings(SETTINGS, RECORD | {field: value}, "OUT")
 
 
-def test_a_converted_checkpoint_is_refused_under_another_setting_before_a_leaf_is_read(five_layers, monkeypatch):
+def test_a_converted_checkpoint_is_refused_under_another_setting_before_a_leaf_is_read(
+  tiny_checkpoint, convert, monkeypatch
+):
   """Shapes alone would not tell all of these: a setting is compared first."""
   from kimi_k3.maxtext_adapter.checkpoint import storage_settings
   from kimi_k3.maxtext_adapter.settings import read_config
 
   monkeypatch.setattr(checkpoint, "stored_leaves", lambda _: pytest.fail("looked at the leaves"))
-  config = read_config(str(five_layers / "decode.yml"), [])
+  made = convert(tiny_checkpoint("--layers", "5", "--set", "num_experts=4", "--set", "num_experts_per_token=2"))
+  config = read_config(str(made / "decode.yml"), [])
   right = storage_settings(config)
   check_settings(right, read_record(config.load_parameters_path), "OUT")
   assert set(right) == set(OTHERS)
