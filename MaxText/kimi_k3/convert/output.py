@@ -320,6 +320,8 @@ def _valid(unfinished: Unfinished, work: Slices, source: Source) -> set[int]:
 
 def _resumable(error: InputError, unfinished: Unfinished, work: Slices, job: Job, *, values: bool) -> InputError:
   """The error, with what is kept: nothing where the source's `values` may be at fault and that is little work."""
+  if not job.convert:  # Nothing was begun here.
+    return error
   done = unfinished.entries(work)
   values = values and not isinstance(error, Unreadable | Unwritable)
   little = values and job.part is None and sum(map(work.size, done)) < _KEPT_BYTES
@@ -328,7 +330,7 @@ def _resumable(error: InputError, unfinished: Unfinished, work: Slices, job: Job
       f"{error}; {len(done):,} of {len(work):,} slices are done and kept in {unfinished.where}: the same command goes "
       "on from there"
     )
-  if job.convert and job.part is None:
+  if job.part is None:
     unfinished.clear()
     unfinished.remove()
   return error

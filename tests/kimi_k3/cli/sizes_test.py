@@ -20,7 +20,25 @@ def test_a_size_is_read_as_people_write_it(text, nbytes):
 
 @pytest.mark.parametrize(
   "text",
-  ["", "GiB", "-1", "0", "0.1", "1e9", "1,000", "1PiB", "1 Gi B", "0x10", "1.GiB", ".5G", "inf", "nan", "1" * 19, "2GiBs", "\u0661G"],
+  [
+    "",
+    "GiB",
+    "-1",
+    "0",
+    "0.1",
+    "1e9",
+    "1,000",
+    "1PiB",
+    "1 Gi B",
+    "0x10",
+    "1.GiB",
+    ".5G",
+    "inf",
+    "nan",
+    "1" * 19,
+    "2GiBs",
+    "\u0661G",
+  ],
 )
 def test_anything_else_is_refused_with_the_flag_and_an_example(text):
   with pytest.raises(InputError) as error:

@@ -1,4 +1,4 @@
-"""The index and manifest of `ocdbt.database`, read by TensorStore: it lists and returns what was put in, and no more."""
+"""Index and manifest of `ocdbt.database`, read by TensorStore: it lists and returns what was put in, and no more."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ INDEX = "d/index"
 def values(count: int, seed: int = 0) -> dict[str, bytes]:
   """Keys as a checkpoint has them, with values of zero to some hundred bytes."""
   rng = random.Random(seed)
-  keys = (f"params.params.decoder.layers_{i % 7}.leaf_{i // 7}/{rng.choice(('zarr.json', 'c', 'c/0/11'))}" for i in range(count))
+  keys = (
+    f"params.params.decoder.layers_{i % 7}.leaf_{i // 7}/{rng.choice(('zarr.json', 'c', 'c/0/11'))}"
+    for i in range(count)
+  )
   return {f"{key}.{i}": rng.randbytes(rng.choice((0, 1, 90, 300))) for i, key in enumerate(keys)}
 
 
-def entries(held: dict[str, bytes], files: dict[str, bytearray], *, inline: float) -> list[tuple[bytes, bytes | Reference]]:
+def entries(
+  held: dict[str, bytes], files: dict[str, bytearray], *, inline: float
+) -> list[tuple[bytes, bytes | Reference]]:
   """Entries for the database: some of the values stand in it, the others go into one of three data files."""
   rng, made = random.Random(1), []
   for key, value in held.items():
@@ -152,7 +157,7 @@ def test_a_flipped_bit_anywhere_in_index_or_manifest_is_noticed(tmp_path, monkey
     damaged = bytearray(whole)
     damaged[at] ^= 1 << at % 8
     (tmp_path / name).write_bytes(damaged)
-    with pytest.raises(ValueError, match="Error (decoding|reading)"):
+    with pytest.raises(ValueError, match=r"Error (decoding|reading)"):
       found(tmp_path)
 
 
@@ -162,7 +167,7 @@ def test_a_truncated_index_or_manifest_is_noticed(tmp_path, name):
   whole = (tmp_path / name).read_bytes()
   for length in (1, len(whole) // 2, len(whole) - 1):
     (tmp_path / name).write_bytes(whole[:length])
-    with pytest.raises(ValueError, match="Error (decoding|reading)"):
+    with pytest.raises(ValueError, match=r"Error (decoding|reading)"):
       found(tmp_path)
 
 

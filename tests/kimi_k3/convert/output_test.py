@@ -1,5 +1,4 @@
-"""How OUT comes about: what may be written where, what is kept when a run is stopped, and that nothing but the plan
-decides a byte of the result."""
+"""How OUT comes about, what is kept of a run that is stopped, and that nothing but the plan decides a byte of OUT."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
@@ -62,16 +61,16 @@ def planned(source, **options) -> plan.Plan:
   return dataclasses.replace(made, leaves=made.leaves[:24])
 
 
-def convert(out, source, made, *, commit="rename", workers=2, **job) -> output.Outcome:
+def convert(out, source, made, *, commit: Any = "rename", workers=2, **job) -> output.Outcome:
   return output.convert(out, source, made, output.Job(commit=commit, workers=workers, command=COMMAND, **job))
 
 
-def run(out, source, made, *, overwrite=False, **job) -> output.Outcome | None:
-  """As the verb does: None where OUT already holds this conversion."""
+def run(out, source, made, *, overwrite=False, commit: Any = "rename", **job) -> Any:
+  """As the verb does: its outcome, or None where OUT already holds this conversion."""
   if output.check_output(out, source, made, overwrite=overwrite):
-    output.tidy(out, job.get("commit", "rename"))
+    output.tidy(out, commit)
     return None
-  return convert(out, source, made, overwrite=overwrite, **job)
+  return convert(out, source, made, overwrite=overwrite, commit=commit, **job)
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -423,9 +422,7 @@ def all_writes(source, tmp_path, commit, writes) -> list[str]:
 
 
 @pytest.mark.parametrize("commit", ["rename", "marker"])
-def test_stopped_before_in_or_after_any_write_a_conversion_goes_on_from_there(
-  source, tmp_path, whole, writes, commit
-):
+def test_stopped_before_in_or_after_any_write_a_conversion_goes_on_from_there(source, tmp_path, whole, writes, commit):
   made, expected, names = planned(source), whole(commit), all_writes(source, tmp_path, commit, writes)
   work = slices.Slices(made.leaves, source.tensors)
   of_slices = [name for name in names if name.startswith((DATA, JOURNAL))]
@@ -486,7 +483,9 @@ def test_killed_during_its_very_first_write_a_conversion_begins_anew(source, tmp
   assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("damage", ["torn entry", "empty entry", "no entry", "other entry", "no data", "short data", "long data"])
+@pytest.mark.parametrize(
+  "damage", ["torn entry", "empty entry", "no entry", "other entry", "no data", "short data", "long data"]
+)
 @pytest.mark.parametrize("commit", ["rename", "marker"])
 def test_a_slice_whose_entry_or_data_is_not_whole_is_written_again_and_no_other(
   source, tmp_path, whole, writes, commit, damage
@@ -539,7 +538,9 @@ def test_slices_of_a_shard_that_has_changed_are_written_again_which_is_said(copi
   capsys.readouterr()
   source = index.open_source(copied)
   outcome = run(out, source, made)
-  assert f"{len(touched)} finished slice(s) are written again: their shards have changed since" in capsys.readouterr().err
+  assert (
+    f"{len(touched)} finished slice(s) are written again: their shards have changed since" in capsys.readouterr().err
+  )
   assert outcome and outcome.written == len(touched) == writes.count(DATA)
   convert(tmp_path / "again" / "out", source, made)
   assert files(out) == files(tmp_path / "again" / "out")
@@ -550,7 +551,9 @@ def test_changed_headers_are_refused_with_both_ways_out(source, edited, tmp_path
   half_done(out, source, planned(source), writes)
   other = edited(source, config=dict(source.config) | {"ignore_index": 7})
   before = kept(tmp_path)
-  with pytest.raises(InputError, match=r"unfinished conversion of another source .*: finish it, give --overwrite to") as e:
+  with pytest.raises(
+    InputError, match=r"unfinished conversion of another source .*: finish it, give --overwrite to"
+  ) as e:
     run(out, other, planned(other))
   assert "choose another OUT" in str(e.value)
   assert kept(tmp_path) == before
@@ -640,7 +643,7 @@ def test_a_full_disk_keeps_what_is_done_and_the_next_run_goes_on(source, tmp_pat
 
 def test_a_disk_that_is_full_from_the_start_leaves_nothing(source, tmp_path, monkeypatch):
   out_of_space(monkeypatch, 1_000)
-  with pytest.raises(InputError, match="the disk takes no more: make room$"):
+  with pytest.raises(InputError, match=r"the disk takes no more: make room$"):
     run(tmp_path / "out", source, planned(source))
   assert not list(tmp_path.iterdir())
 
@@ -657,7 +660,7 @@ def test_too_little_space_is_said_before_anything_is_written_and_takes_nothing_a
   half_done(tmp_path / "out", source, planned(source), writes)
   free["bytes"] = 9
   before = kept(tmp_path)
-  with pytest.raises(InputError, match="9 bytes free.* 7 of .* slices are done and kept in "):
+  with pytest.raises(InputError, match=r"9 bytes free.* 7 of .* slices are done and kept in "):
     run(tmp_path / "out", source, planned(source))
   assert kept(tmp_path) == before
   # What is left to write counts, not the whole.
@@ -724,7 +727,7 @@ def failing_value(source, number: int, error: BaseException) -> index.Source:
 @pytest.mark.parametrize("commit", ["rename", "marker"])
 def test_a_source_that_cannot_be_converted_leaves_nothing(source, tmp_path, commit):
   bad = failing_value(source, 12, InputError("model.layers.1.A_log: 4 heads then zero padding expected"))
-  with pytest.raises(InputError, match="^model.layers.1.A_log: 4 heads then zero padding expected$"):
+  with pytest.raises(InputError, match=r"^model.layers.1.A_log: 4 heads then zero padding expected$"):
     run(tmp_path / "out", bad, planned(source), commit=commit)
   assert not [path for path in tmp_path.rglob("*") if path != tmp_path / "out"]
 
@@ -791,7 +794,7 @@ def test_killed_between_the_marker_and_the_removal_the_next_run_ends_it(source, 
   assert files(out) == whole("marker")
 
 
-def test_killed_between_the_rename_and_the_removal_the_next_run_ends_it(source, tmp_path, whole, monkeypatch, converted):
+def test_killed_between_the_rename_and_the_removal_the_next_run_ends_it(source, tmp_path, monkeypatch, converted):
   for name, old in (("new", None), ("replacing", converted)):
     out, made = tmp_path / name / "out", planned(source, scan=False)
     if old:
@@ -868,7 +871,9 @@ def test_finish_names_what_is_missing_and_keeps_everything(source, tmp_path, who
   before, (first, *_, last) = kept(tmp_path), work.part(2, 3)
   with pytest.raises(InputError) as error:
     run(out, source, made, convert=False)
-  assert f"slices are not done (0 to {first - 1}; {last + 1} to {len(work) - 1}): convert the missing part(s)" in str(error.value)
+  assert f"slices are not done (0 to {first - 1}; {last + 1} to {len(work) - 1}): convert the missing part(s)" in str(
+    error.value
+  )
   assert kept(tmp_path) == before
   for part in (1, 3):
     convert(out, source, made, part=(part, 3), finish=False)

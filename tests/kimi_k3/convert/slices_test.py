@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from kimi_k3.checksums import CHECKSUM_BYTES
+from kimi_k3.config import KimiK3Config
 from kimi_k3.convert import chunks, mapping, plan, slices
 from kimi_k3.convert.index import DTYPES, StoredTensor
 from kimi_k3.convert.mapping import Leaf, Piece
@@ -23,7 +24,7 @@ from kimi_k3.resources import configs_dir
 
 MIB = 1024 * 1024
 SHARD_BYTES = 16_300_000_000  # as the release has them: 96 files
-# A chunk of these takes codes and scales of as many weights; scales of FP8 are one chunk, made from a few rows at a time.
+# The scales of FP8 are one chunk: small, and made from a few rows at a time.
 WHOLE_HOWEVER_LARGE = (Transform.FP8_SCALES,)
 FORMS = {
   "as-stored": {},
@@ -37,24 +38,28 @@ class FullSize(NamedTuple):
   """K3 with all its sizes but maybe the number of experts."""
 
   num_experts: int
-  config: object
+  config: KimiK3Config
   leaves: tuple[Leaf, ...]
   tensors: dict[str, StoredTensor]
 
 
 def placed(leaves: tuple[Leaf, ...]) -> dict[str, StoredTensor]:
-  """Every stored tensor, laid out in the order of the model in files of the release's size."""
+  """Every stored tensor, laid out layer by layer and by names in files of the release's size."""
+  stored = {
+    name: described
+    for leaf in leaves
+    for piece in leaf.pieces
+    for name, described in zip(piece.names, leaf.stored, strict=True)
+  }
+  layer = {name: int(parts[3]) if (parts := name.split("."))[2] == "layers" else 99 for name in stored}
   tensors, shard, offset = {}, 1, 0
-  for leaf in leaves:
-    for piece in leaf.pieces:
-      for name, (dtype, shape) in zip(piece.names, leaf.stored, strict=True):
-        if name in tensors:
-          continue
-        nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-        if offset + nbytes > SHARD_BYTES:
-          shard, offset = shard + 1, 0
-        tensors[name] = StoredTensor(name, dtype, shape, f"model-{shard:05d}-of-000096.safetensors", offset, nbytes)
-        offset += nbytes
+  for name in sorted(stored, key=lambda name: (layer[name], name)):
+    dtype, shape = stored[name]
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if offset + nbytes > SHARD_BYTES:
+      shard, offset = shard + 1, 0
+    tensors[name] = StoredTensor(name, dtype, shape, f"model-{shard:05d}-of-000096.safetensors", offset, nbytes)
+    offset += nbytes
   return tensors
 
 

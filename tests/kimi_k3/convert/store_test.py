@@ -198,18 +198,17 @@ def test_free_space_is_told_before_the_directory_is_there(tmp_path):
 
 def test_a_lock_has_one_holder_and_is_free_after_it(made, monkeypatch):
   monkeypatch.setattr(store, "SIGN_OF_LIFE_SECONDS", 0.05)
-  with made.lock("lock"), made.lock("other"):
-    with pytest.raises(Locked, match="another conversion is writing there, wait for it or choose another OUT"):
-      made.lock("lock").__enter__()
+  refusal = pytest.raises(Locked, match="another conversion is writing there, wait for it or choose another OUT")
+  with made.lock("lock"), made.lock("other"), refusal:
+    made.lock("lock").__enter__()
   with made.lock("lock"):
     pass
 
 
 def test_a_shared_lock_is_shared_and_keeps_others_out(tmp_path):
   held = LocalStore(tmp_path)
-  with held.lock("lock", shared=True), held.lock("lock", shared=True):
-    with pytest.raises(Locked):
-      held.lock("lock").__enter__()
+  with held.lock("lock", shared=True), held.lock("lock", shared=True), pytest.raises(Locked):
+    held.lock("lock").__enter__()
   with held.lock("lock"), pytest.raises(Locked):
     held.lock("lock", shared=True).__enter__()
 
@@ -273,7 +272,9 @@ def test_the_lock_of_a_process_of_this_machine_that_has_ended_is_taken_at_once(b
   assert bucket.names() == []
 
 
-@pytest.mark.parametrize("content", [owner(host="another", pid=dead_pid()), owner(pid=1), b"torn {", b"[]", b'{"host": 1}'])
+@pytest.mark.parametrize(
+  "content", [owner(host="another", pid=dead_pid()), owner(pid=1), b"torn {", b"[]", b'{"host": 1}']
+)
 def test_a_lock_without_signs_of_life_is_taken_after_a_wait_that_is_said(bucket, capsys, content):
   bucket.write("lock", [content])
   started = time.monotonic()
