@@ -61,7 +61,7 @@ class StoredTensor:
   nbytes: int
 
 
-class Unreadable(InputError):
+class ShardError(InputError):
   """A shard cannot be read any more, or is not what it was."""
 
 
@@ -139,12 +139,12 @@ class Source:
       while done < len(data):  # One call moves at most 2 GiB.
         count = os.preadv(descriptor, [data[done:]], tensor.offset + offset + done)
         if count == 0:
-          raise InputError(
+          raise ShardError(
             f"{tensor.shard}: ends inside {tensor.name}, which it held when opened: was the file changed?"
           )
         done += count
     except OSError as error:
-      raise InputError(f"{tensor.shard}: {tensor.name} cannot be read ({error.strerror})") from error
+      raise ShardError(f"{tensor.shard}: {tensor.name} cannot be read ({error.strerror})") from error
 
   def blocks(self, name: str, block_bytes: int) -> Iterator[memoryview]:
     """Yields a tensor's stored bytes, at most `block_bytes` at a time. A block is good until the next one.
@@ -164,9 +164,9 @@ class Source:
     try:
       status = path.stat()
     except OSError as error:
-      raise InputError(f"{shard}: cannot be read any more ({error.strerror})") from error
+      raise ShardError(f"{shard}: cannot be read any more ({error.strerror})") from error
     if (status.st_size, status.st_mtime_ns) != (found.size, found.modified):
-      raise InputError(f"{shard}: changed while it was read: start again when nothing writes to {self.directory}")
+      raise ShardError(f"{shard}: changed while it was read: start again when nothing writes to {self.directory}")
 
   def sample(self) -> str:
     """Returns a hex digest of a few bytes all over each shard: two trainings of one architecture share every header."""
@@ -186,7 +186,7 @@ class Source:
       size = os.fstat(descriptor).st_size
       return b"".join(os.pread(descriptor, SAMPLE_BYTES, (2 * i + 1) * size // (2 * SAMPLES)) for i in range(SAMPLES))
     except OSError as error:
-      raise InputError(f"{shard}: cannot be read ({error.strerror})") from error
+      raise ShardError(f"{shard}: cannot be read ({error.strerror})") from error
 
   def close(self) -> None:
     """Closes the shards that were read."""

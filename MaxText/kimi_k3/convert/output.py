@@ -26,13 +26,13 @@ import yaml
 from kimi_k3 import checksums, maxtext_keys
 from kimi_k3.convert import chunks, ocdbt, write
 from kimi_k3.convert.faults import listed
-from kimi_k3.convert.index import Source, Unreadable
+from kimi_k3.convert.index import Source, ShardError
 from kimi_k3.convert.plan import Plan
 from kimi_k3.convert.progress import Progress
 from kimi_k3.convert.slices import Slices, file_name
 from kimi_k3.convert.storage import WEIGHT_DTYPE
 from kimi_k3.convert.store import LocalStore, Locked, Store, Unwritable, is_url, open_store
-from kimi_k3.convert.unfinished import ITEMS, MARKERS, PLAN, REPLACED, STATE_DIRECTORY, Commit, Unfinished
+from kimi_k3.convert.unfinished import ITEMS, MARKERS, PLAN, REPLACED, STATE_DIRECTORY, Commit, Entry, Unfinished
 from kimi_k3.errors import InputError
 
 DISTRIBUTION = "maxtext-kimi-k3"
@@ -171,7 +171,7 @@ def progress_so_far(out: str | Path, source: Source, plan: Plan, commit: Commit)
   if under_way is None:
     return work, 0, 0
   _check_same(unfinished, under_way, _identity(plan, work))
-  done = _valid(unfinished, work, source)
+  done, _ = _valid(unfinished, work, source)
   return work, len(done), sum(work.size(number) for number in done)
 
 
@@ -198,7 +198,7 @@ def convert(out: str | Path, source: Source, plan: Plan, job: Job) -> Outcome:
       if job.part is None and unfinished.empty():
         unfinished.remove()
       raise
-    writing = job.convert
+    writing, found = job.convert, len(done)
     try:
       if job.convert:
         todo = [n for n in (work.part(*job.part) if job.part else range(len(work))) if n not in done]
@@ -208,16 +208,20 @@ def convert(out: str | Path, source: Source, plan: Plan, job: Job) -> Outcome:
         if job.hash_shards:
           _hash_shards(unfinished, source, job)
       if job.finish and job.part is None:
-        _commit(unfinished, source, plan, work, decode, job, replaced)
+        _commit(unfinished, source, plan, work, done, decode, job, replaced)
     except InputError as error:
-      raise _resumable(error, unfinished, work, job, values=writing) from error
+      raise _resumable(error, unfinished, work, done, job, values=writing) from error
   if job.finish and job.part is not None:
     with unfinished.lock(None):
-      _commit(unfinished, source, plan, work, decode, job, replaced)
-  missing = 0 if job.finish else len(work) - len(unfinished.entries(work))
-  nbytes = sum(work.size(number) for number in todo)
+      done, _ = _valid(unfinished, work, source)
+      _commit(unfinished, source, plan, work, done, decode, job, replaced)
   return Outcome(
-    finished=job.finish, slices=len(work), found=len(done), written=len(todo), nbytes=nbytes, missing=missing
+    finished=job.finish,
+    slices=len(work),
+    found=found,
+    written=len(todo),
+    nbytes=sum(map(work.size, todo)),
+    missing=0 if job.finish else len(work) - unfinished.num_journaled(),
   )
 
 
@@ -273,7 +277,7 @@ def _check_same(unfinished: Unfinished, found: Mapping[str, Any], asked: Mapping
       )
 
 
-def _begin(unfinished: Unfinished, source: Source, plan: Plan, work: Slices, job: Job) -> set[int]:
+def _begin(unfinished: Unfinished, source: Source, plan: Plan, work: Slices, job: Job) -> dict[int, Entry]:
   """Takes up the conversion under way, or begins one. Returns the slices that are done."""
   identity, under_way = _identity(plan, work), unfinished.plan()
   given_up = under_way is not None and job.convert and job.overwrite and under_way != identity
@@ -281,8 +285,7 @@ def _begin(unfinished: Unfinished, source: Source, plan: Plan, work: Slices, job
     _check_alone(unfinished, job, "an unfinished conversion of something else")
   elif under_way is not None:
     _check_same(unfinished, under_way, identity)
-    done = _valid(unfinished, work, source)
-    changed = len(unfinished.entries(work)) - len(done)
+    done, changed = _valid(unfinished, work, source)
     if changed:
       _say(f"{unfinished.where}: {changed} finished slice(s) are written again: their shards have changed since")
     if done:
@@ -296,7 +299,7 @@ def _begin(unfinished: Unfinished, source: Source, plan: Plan, work: Slices, job
     _check_alone(unfinished, job, "what a removal left")
     unfinished.clear()
   unfinished.begin(identity)
-  return set()
+  return {}
 
 
 def _check_alone(unfinished: Unfinished, job: Job, what: str) -> None:
@@ -305,25 +308,28 @@ def _check_alone(unfinished: Unfinished, job: Job, what: str) -> None:
     raise InputError(f"{unfinished.where}: holds {what}, which no --part may remove: remove it before the first part")
 
 
-def _valid(unfinished: Unfinished, work: Slices, source: Source) -> set[int]:
-  """The slices that are done and whose shards are still what they were made from."""
+def _valid(unfinished: Unfinished, work: Slices, source: Source) -> tuple[dict[int, Entry], int]:
+  """The slices that are done, and how many more were made from a shard that has changed since."""
   now: dict[str, str] = {}
-  valid = set()
+  valid, changed = {}, 0
   for number, entry in unfinished.entries(work).items():
     for shard in entry.shards:
       if shard in source.shards and shard not in now:
         now[shard] = source.stamp(shard)
     if all(now.get(shard) == stamp for shard, stamp in entry.shards.items()):
-      valid.add(number)
-  return valid
+      valid[number] = entry
+    else:
+      changed += 1
+  return valid, changed
 
 
-def _resumable(error: InputError, unfinished: Unfinished, work: Slices, job: Job, *, values: bool) -> InputError:
+def _resumable(
+  error: InputError, unfinished: Unfinished, work: Slices, done: Mapping[int, Entry], job: Job, *, values: bool
+) -> InputError:
   """The error, with what is kept: nothing where the source's `values` may be at fault and that is little work."""
   if not job.convert:  # Nothing was begun here.
     return error
-  done = unfinished.entries(work)
-  values = values and not isinstance(error, Unreadable | Unwritable)
+  values = values and not isinstance(error, ShardError | Unwritable)
   little = values and job.part is None and sum(map(work.size, done)) < _KEPT_BYTES
   if done and not little:
     return InputError(
@@ -346,8 +352,9 @@ def _check_space(unfinished: Unfinished, work: Slices, todo: list[int]) -> None:
 
 
 def _write_slices(
-  unfinished: Unfinished, source: Source, work: Slices, todo: list[int], done: set[int], workers: int
+  unfinished: Unfinished, source: Source, work: Slices, todo: list[int], done: dict[int, Entry], workers: int
 ) -> None:
+  """Writes slices and adds their entries to `done`."""
   stamps = {shard: source.stamp(shard) for shard in source.shards}
   initial = sum(work.size(number) for number in done)
   total = initial + sum(work.size(number) for number in todo)
@@ -359,7 +366,9 @@ def _write_slices(
       shards = work.shards(number)
       for shard in shards:
         source.check_unchanged(shard)
-      unfinished.add(number, sums, {shard: stamps[shard] for shard in shards})
+      entry = Entry(tuple(sums), {shard: stamps[shard] for shard in shards})
+      unfinished.add(number, entry)
+      done[number] = entry
       progress.add(work.size(number))
 
     write.run_all(todo, write_one, workers)
@@ -403,11 +412,17 @@ def file_sha256(path: Path, progress: Callable[[int], Any] = lambda _: None) -> 
 
 
 def _commit(
-  unfinished: Unfinished, source: Source, plan: Plan, work: Slices, decode: str, job: Job, replaced: int | None
+  unfinished: Unfinished,
+  source: Source,
+  plan: Plan,
+  work: Slices,
+  done: Mapping[int, Entry],
+  decode: str,
+  job: Job,
+  replaced: int | None,
 ) -> None:
-  """Makes the checkpoint of the slices and lets OUT appear."""
-  entries, valid = unfinished.entries(work), _valid(unfinished, work, source)
-  missing = [number for number in range(len(work)) if number not in valid]
+  """Makes the checkpoint of the slices that are `done`, which must be all, and lets OUT appear."""
+  missing = [number for number in range(len(work)) if number not in done]
   if missing:
     stretches = [f"{a} to {b}" if a < b else str(a) for a, b in _stretches(missing)]
     raise InputError(
@@ -415,7 +430,7 @@ def _commit(
       "the missing part(s) before --finish"
     )
   hashes = _hashes(unfinished, source) if job.hash_shards else {}
-  sums = write.leaf_checksums(work, {number: entries[number].checksums for number in entries})
+  sums = write.leaf_checksums(work, {number: entry.checksums for number, entry in done.items()})
   identity = json.dumps(_identity(plan, work), sort_keys=True).encode()
   index = write.database(work, uuid=hashlib.sha256(identity).digest()[:16])
   record = _record(source, plan, sums, job.commit, hashes)

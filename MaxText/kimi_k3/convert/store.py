@@ -10,6 +10,7 @@ import abc
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -17,13 +18,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from kimi_k3.errors import InputError
 
 SIGN_OF_LIFE_SECONDS = 20.0  # How often the owner of a bucket's lock renews it; three missed ones free it.
+_REQUESTS = 256  # to a bucket at a time, where each is small
 _REASON_LENGTH = 160  # characters of TensorStore's message, which names the file at every level and the reason last
 
 
@@ -43,6 +45,10 @@ class Store(abc.ABC):
   @abc.abstractmethod
   def read(self, name: str) -> bytes | None:
     """Content of a file; None if there is none."""
+
+  def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, bytes | None]]:
+    """Each file's name and content, in order."""
+    return ((name, self.read(name)) for name in names)
 
   @abc.abstractmethod
   def write(self, name: str, parts: Iterable[Any]) -> int:
@@ -224,6 +230,17 @@ class BucketStore(Store):
     result = self._await(self._kvstore.read(name), name, "read")
     return result.value if result.state == "value" else None
 
+  def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, bytes | None]]:
+    """See Store. Many requests are under way at a time: each alone takes as long as hundreds of them."""
+    for name, result in self._together(names, self._kvstore.read):
+      yield name, result.value if result.state == "value" else None
+
+  def _together(self, names: Iterable[str], ask: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
+    for some in itertools.batched(names, _REQUESTS):
+      futures = [(name, ask(name)) for name in some]
+      for name, future in futures:
+        yield name, self._await(future, name)
+
   def write(self, name: str, parts: Iterable[Any]) -> int:
     """See Store. The whole object is held in memory until the bucket has it."""
     data = b"".join(bytes(memoryview(part).cast("B")) for part in parts)
@@ -239,8 +256,9 @@ class BucketStore(Store):
 
   def delete(self, prefix: str = "") -> None:
     """See Store."""
-    for name in self.names(prefix) if not prefix or prefix.endswith("/") else (prefix,):
-      self._await(self._kvstore.write(name, None), name)
+    names = self.names(prefix) if not prefix or prefix.endswith("/") else (prefix,)
+    for _ in self._together(names, lambda name: self._kvstore.write(name, None)):
+      pass
 
   def sizes(self, prefix: str) -> dict[str, int | None]:
     """See Store. An object is there whole or not at all."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from kimi_k3.convert.slices import DATA_DIRECTORY, Slices, file_name
@@ -130,19 +130,23 @@ class Unfinished:
   def entries(self, work: Slices) -> dict[int, Entry]:
     """The slices that are done: journaled, and with a data file of the right size. What is torn counts as not done."""
     found, sizes = {}, self.data.sizes(f"{ITEMS}/{DATA_DIRECTORY}/")
-    for name in self.state.names(f"{_JOURNAL}/"):
-      entry = _entry(self.state.read(name))
-      number = name.removeprefix(f"{_JOURNAL}/").removesuffix(".json")
-      if entry is None or not number.isdigit() or int(number) >= len(work):
-        continue
-      file = f"{ITEMS}/{file_name(int(number))}"
-      if file in sizes and sizes[file] in (None, work.size(int(number))):
-        found[int(number)] = entry
+    for name, content in self.state.read_all(self._journaled()):
+      number, entry = _number(name), _entry(content)
+      file = f"{ITEMS}/{file_name(number)}"
+      if entry is not None and number < len(work) and file in sizes and sizes[file] in (None, work.size(number)):
+        found[number] = entry
     return found
 
-  def add(self, number: int, checksums: Sequence[int], shards: Mapping[str, str]) -> None:
+  def num_journaled(self) -> int:
+    """How many slices have an entry, by their names alone."""
+    return len(self._journaled())
+
+  def _journaled(self) -> list[str]:
+    return [name for name in self.state.names(f"{_JOURNAL}/") if _number(name) >= 0]
+
+  def add(self, number: int, entry: Entry) -> None:
     """Writes down that a slice is done."""
-    content = json.dumps({"checksums": list(checksums), "shards": dict(shards)})
+    content = json.dumps({"checksums": list(entry.checksums), "shards": dict(entry.shards)})
     self.state.write(f"{_JOURNAL}/{number:06d}.json", [content.encode()])
 
   def hashes(self) -> dict[str, tuple[str, str]]:
@@ -158,6 +162,12 @@ class Unfinished:
     """Writes down the hash of a shard."""
     content = json.dumps({"shard": shard, "stamp": stamp, "sha256": sha256})
     self.state.write(f"{_HASHES}/{number:06d}.json", [content.encode()])
+
+
+def _number(name: str) -> int:
+  """The slice of a journal entry; -1 for a file that is none."""
+  number = name.removeprefix(f"{_JOURNAL}/").removesuffix(".json")
+  return int(number) if name.endswith(".json") and number.isascii() and number.isdigit() else -1
 
 
 def _entry(content: bytes | None) -> Entry | None:

@@ -179,13 +179,13 @@ def test_at_full_size_parts_are_disjoint_complete_and_of_near_equal_size(work, c
   assert all(abs(size - work.nbytes / count) <= 64 * MIB for size in sizes)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 50, 1000])
-def test_more_parts_than_slices_are_complete_too(small_sources, count):
+def test_more_parts_than_slices_are_complete_too(small_sources):
   source = small_sources["k3"]
   work = Slices(plan.make_plan(source, Options()).leaves, source.tensors)
   assert len(work) < 50
-  parts = [work.part(number, count) for number in range(1, count + 1)]
-  assert [n for part in parts for n in part] == list(range(len(work)))
+  for count in (1, 2, 3, 7, 50, 400):
+    parts = [work.part(number, count) for number in range(1, count + 1)]
+    assert [n for part in parts for n in part] == list(range(len(work)))
 
 
 @pytest.mark.parametrize("sizes", [(32 * MIB, 64 * MIB, 64 * 1024), (10_000, 30_000, 6_000), (1_000, 2_000, 1)])

@@ -29,8 +29,8 @@ def made(request, tmp_path) -> Store:
 
 @pytest.fixture
 def bucket(tmp_path, monkeypatch) -> BucketStore:
-  """A bucket whose owners give a sign of life every 50 ms."""
-  monkeypatch.setattr(store, "SIGN_OF_LIFE_SECONDS", 0.05)
+  """A bucket whose owners give a sign of life every 20 ms."""
+  monkeypatch.setattr(store, "SIGN_OF_LIFE_SECONDS", 0.02)
   return BucketStore(f"file://{tmp_path}/held")
 
 
@@ -59,6 +59,7 @@ def test_what_is_written_is_read_listed_and_deleted(made):
   assert (made.read("a/b"), made.read("a/c/d"), made.read("ab")) == (b"12345", b"", b"x")
   assert made.names() == ["a/b", "a/c/d", "ab"]
   assert made.names("a/") == ["a/b", "a/c/d"]
+  assert list(made.read_all(["ab", "b", "a/b"])) == [("ab", b"x"), ("b", None), ("a/b", b"12345")]
   assert set(made.sizes("a/")) == {"a/b", "a/c/d"}
   made.write("a/b", [b"another"])
   assert made.read("a/b") == b"another"
@@ -197,7 +198,7 @@ def test_free_space_is_told_before_the_directory_is_there(tmp_path):
 
 
 def test_a_lock_has_one_holder_and_is_free_after_it(made, monkeypatch):
-  monkeypatch.setattr(store, "SIGN_OF_LIFE_SECONDS", 0.05)
+  monkeypatch.setattr(store, "SIGN_OF_LIFE_SECONDS", 0.02)
   refusal = pytest.raises(Locked, match="another conversion is writing there, wait for it or choose another OUT")
   with made.lock("lock"), made.lock("other"), refusal:
     made.lock("lock").__enter__()
@@ -279,7 +280,7 @@ def test_a_lock_without_signs_of_life_is_taken_after_a_wait_that_is_said(bucket,
   bucket.write("lock", [content])
   started = time.monotonic()
   with bucket.lock("lock"):
-    assert time.monotonic() - started >= 0.15
+    assert time.monotonic() - started >= 0.06
   assert "waiting 0 s for a sign of life" in capsys.readouterr().err
   assert bucket.names() == []
 
@@ -298,18 +299,18 @@ def test_the_owner_renews_its_lock_until_it_gives_it_up(bucket):
     first = bucket.read("lock")
     deadline = time.monotonic() + 10
     while bucket.read("lock") == first and time.monotonic() < deadline:
-      time.sleep(0.02)
+      time.sleep(0.005)
     renewed = json.loads(bucket.read("lock"))
     assert renewed["time"] > json.loads(first)["time"]
     assert renewed | {"time": 0} == json.loads(first) | {"time": 0}
-  time.sleep(0.12)
+  time.sleep(0.05)
   assert bucket.names() == []
 
 
 def test_an_owner_whose_lock_was_taken_over_takes_it_back_neither_then_nor_at_the_end(bucket):
   with bucket.lock("lock"):
     bucket.write("lock", [owner(host="another")])
-    time.sleep(0.2)
+    time.sleep(0.1)
     assert json.loads(bucket.read("lock"))["host"] == "another"
   assert json.loads(bucket.read("lock"))["host"] == "another"
 
@@ -317,7 +318,7 @@ def test_an_owner_whose_lock_was_taken_over_takes_it_back_neither_then_nor_at_th
 def test_an_owner_that_removed_its_lock_does_not_make_it_again(bucket):
   with bucket.lock("lock"):
     bucket.delete()
-    time.sleep(0.2)
+    time.sleep(0.1)
     assert bucket.names() == []
 
 

@@ -11,7 +11,7 @@ from kimi_k3.convert import plan, slices
 from kimi_k3.convert.plan import Options
 from kimi_k3.convert.slices import Slices
 from kimi_k3.convert.store import Locked
-from kimi_k3.convert.unfinished import MARKERS, Unfinished
+from kimi_k3.convert.unfinished import MARKERS, Entry, Unfinished
 from kimi_k3.errors import InputError
 
 PLAN = {"schema": 1, "source": "abc", "options": {"scan": True}}
@@ -58,8 +58,11 @@ def test_the_journal_tells_checksums_and_shards_of_the_slices_that_are_done(stat
   state.begin(PLAN)
   for number in (0, 3):
     write_data(state, work, number)
-    state.add(number, [1, 2**32 - 1], {"a.safetensors": "12-34-ab"})
+    state.add(number, Entry((1, 2**32 - 1), {"a.safetensors": "12-34-ab"}))
   write_data(state, work, 1)  # not journaled: under way when the run ended
+  for name in ("000001.json.tmp-1-2", "1.txt", "x.json"):
+    state.state.write(f"journal/{name}", [b"{}"])
+  assert state.num_journaled() == 2
   found = state.entries(work)
   assert sorted(found) == [0, 3]
   assert (found[3].checksums, found[3].shards) == ((1, 2**32 - 1), {"a.safetensors": "12-34-ab"})
@@ -67,7 +70,7 @@ def test_the_journal_tells_checksums_and_shards_of_the_slices_that_are_done(stat
 
 def test_a_slice_without_its_data_is_not_done(state, work):
   state.begin(PLAN)
-  state.add(0, [1], {})
+  state.add(0, Entry((1,), {}))
   assert state.entries(work) == {}
   if not state.out.startswith("file:"):  # An object is there whole or not at all.
     write_data(state, work, 0, missing=1)
@@ -127,7 +130,7 @@ def test_a_plan_that_was_torn_before_anything_else_was_written_is_none(state, co
 @pytest.mark.parametrize("content", ["{", '{"a": {}', "[]", "5"])
 def test_a_plan_that_cannot_be_read_is_told_where_slices_are_done(state, content):
   state.state.write("plan.json", [content.encode()])
-  state.add(0, [1], {})
+  state.add(0, Entry((1,), {}))
   with pytest.raises(InputError, match=rf"{state.where}/plan\.json: .*remove {state.where} and start again") as error:
     state.plan()
   assert "\n" not in str(error.value)
@@ -136,7 +139,7 @@ def test_a_plan_that_cannot_be_read_is_told_where_slices_are_done(state, content
 def test_clearing_leaves_locks_alone_and_takes_the_plan_first(state, work, monkeypatch):
   state.begin(PLAN)
   write_data(state, work, 0)
-  state.add(0, [1], {})
+  state.add(0, Entry((1,), {}))
   state.add_hash(0, "a", "b", "c")
   for marker in MARKERS:
     state.data.write(marker, [b""])
@@ -164,7 +167,7 @@ def _noting(deleted: list[str], delete):
 def test_what_is_left_after_a_commit_is_told_from_what_is_under_way(state, work):
   assert not state.over()
   state.begin(PLAN)
-  state.add(0, [1], {})
+  state.add(0, Entry((1,), {}))
   if state.commit == "rename":
     assert state.over()  # its data is gone: it was renamed
     state.state.delete("plan.json")
@@ -202,6 +205,6 @@ def test_a_part_of_a_bucket_has_one_holder(tmp_path, monkeypatch):
 
 def test_the_journal_is_json_that_people_can_read(tmp_path):
   state = Unfinished(str(tmp_path / "out"), "rename")
-  state.add(12, [7], {"a.safetensors": "12-34-ab"})
+  state.add(12, Entry((7,), {"a.safetensors": "12-34-ab"}))
   held = json.loads((tmp_path / "out.partial" / "journal" / "000012.json").read_text())
   assert held == {"checksums": [7], "shards": {"a.safetensors": "12-34-ab"}}

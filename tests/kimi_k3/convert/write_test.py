@@ -77,8 +77,15 @@ def check_against_source(planned, arrays, source, reference) -> set[str]:
   return seen
 
 
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("experts", ["as-stored", "bf16"])
+@pytest.mark.parametrize(
+  ("experts", "scan"),
+  [
+    ("as-stored", True),
+    ("as-stored", False),
+    ("bf16", True),
+    pytest.param("bf16", False, marks=pytest.mark.slow),
+  ],
+)
 def test_every_byte_of_k3_comes_back(k3_source, tmp_path, reference, scan, experts):
   planned = written(k3_source, tmp_path / "out", scan=scan, experts=experts)
   seen = check_against_source(planned, loaded(tmp_path / "out" / "0"), k3_source, reference)
@@ -199,7 +206,9 @@ def reading(source, change) -> index.Source:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's readers, left behind
-@pytest.mark.parametrize("name", ["embed_tokens.weight", "experts.2.w2.weight_packed"])
+@pytest.mark.parametrize(
+  "name", ["experts.2.w2.weight_packed", pytest.param("embed_tokens.weight", marks=pytest.mark.slow)]
+)
 def test_a_damaged_byte_is_found_on_reading(k3_source, tmp_path, name):
   written(k3_source, tmp_path / "out")
   stored = next(n for n in k3_source.tensors if n.endswith(name))
