@@ -26,7 +26,7 @@ import yaml
 from kimi_k3 import checksums, maxtext_keys
 from kimi_k3.convert import chunks, ocdbt, write
 from kimi_k3.convert.faults import listed
-from kimi_k3.convert.index import Source, ShardError
+from kimi_k3.convert.index import ShardError, Source
 from kimi_k3.convert.plan import Plan
 from kimi_k3.convert.progress import Progress
 from kimi_k3.convert.slices import Slices, file_name
