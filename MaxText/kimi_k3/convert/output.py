@@ -32,7 +32,16 @@ from kimi_k3.convert.progress import Progress
 from kimi_k3.convert.slices import Slices, file_name
 from kimi_k3.convert.storage import WEIGHT_DTYPE
 from kimi_k3.convert.store import LocalStore, Locked, Store, Unwritable, is_url, open_store
-from kimi_k3.convert.unfinished import ITEMS, MARKERS, PLAN, REPLACED, STATE_DIRECTORY, Commit, Entry, Unfinished
+from kimi_k3.convert.unfinished import (
+  ITEMS,
+  MARKERS,
+  PLAN,
+  REPLACED,
+  STATE_DIRECTORY,
+  Commit,
+  Entry,
+  Unfinished,
+)
 from kimi_k3.errors import InputError
 
 DISTRIBUTION = "maxtext-kimi-k3"

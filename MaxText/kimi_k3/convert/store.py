@@ -62,6 +62,11 @@ class Store(abc.ABC):
   def delete(self, prefix: str = "") -> None:
     """Removes all files below `prefix`, a directory with its slash, a file's name or nothing for everything."""
 
+  def delete_all(self, names: Iterable[str]) -> None:
+    """Removes files, in order where that matters to who is killed meanwhile."""
+    for name in names:
+      self.delete(name)
+
   @abc.abstractmethod
   def sizes(self, prefix: str) -> dict[str, int | None]:
     """Bytes of all files below a directory, given with its slash; None where the size is not told without reading."""
@@ -232,14 +237,14 @@ class BucketStore(Store):
 
   def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, bytes | None]]:
     """See Store. Many requests are under way at a time: each alone takes as long as hundreds of them."""
-    for name, result in self._together(names, self._kvstore.read):
+    for name, result in self._together(names, self._kvstore.read, "read"):
       yield name, result.value if result.state == "value" else None
 
-  def _together(self, names: Iterable[str], ask: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
+  def _together(self, names: Iterable[str], ask: Callable[[str], Any], what: str) -> Iterator[tuple[str, Any]]:
     for some in itertools.batched(names, _REQUESTS):
       futures = [(name, ask(name)) for name in some]
       for name, future in futures:
-        yield name, self._await(future, name)
+        yield name, self._await(future, name, what)
 
   def write(self, name: str, parts: Iterable[Any]) -> int:
     """See Store. The whole object is held in memory until the bucket has it."""
@@ -256,8 +261,11 @@ class BucketStore(Store):
 
   def delete(self, prefix: str = "") -> None:
     """See Store."""
-    names = self.names(prefix) if not prefix or prefix.endswith("/") else (prefix,)
-    for _ in self._together(names, lambda name: self._kvstore.write(name, None)):
+    self.delete_all(self.names(prefix) if not prefix or prefix.endswith("/") else (prefix,))
+
+  def delete_all(self, names: Iterable[str]) -> None:
+    """See Store."""
+    for _ in self._together(names, lambda name: self._kvstore.write(name, None), "removed"):
       pass
 
   def sizes(self, prefix: str) -> dict[str, int | None]:

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from kimi_k3.convert.slices import DATA_DIRECTORY, Slices, file_name
@@ -101,13 +102,19 @@ class Unfinished:
 
   def clear(self) -> None:
     """Removes everything but the lock: the plan first, so that what is left is never taken for a conversion."""
+    self._bring_back()
     self.state.delete(PLAN)
     if self.commit == "marker":
-      for name in (*reversed(MARKERS), *self._data_names()):  # The markers first: from here on OUT is not complete.
-        self.data.delete(name)
-    for name in self.state.names():
-      if not name.startswith(_LOCK):
-        self.state.delete(name)
+      for marker in reversed(MARKERS):  # First: from here on OUT is not complete.
+        self.data.delete(marker)
+      self.data.delete_all(self._data_names())
+    self.state.delete_all(name for name in self.state.names() if not name.startswith(_LOCK))
+
+  def _bring_back(self) -> None:
+    """What OUT held, where a kill between the two renames of the commit left it here."""
+    out, replaced = Path(self.out), Path(self.where) / REPLACED
+    if self.commit == "rename" and replaced.is_dir() and not out.exists():
+      replaced.rename(out)
 
   def remove(self) -> None:
     """Removes the whole state, after the commit."""

@@ -845,7 +845,7 @@ def test_a_rename_that_fails_brings_back_what_was_there(source, tmp_path, conver
   assert run(out, source, made, overwrite=True).written == 0
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.95])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
 def test_killed_while_it_makes_room_for_another_a_conversion_in_place_goes_on(
   source, tmp_path, monkeypatch, share, whole
 ):
@@ -1064,3 +1064,20 @@ def test_the_hash_of_a_shard_that_has_changed_is_made_again(k3_copy, tmp_path):
   with pytest.raises(InputError, match="slices are not done"):
     run(tmp_path / "out", source, planned(source), convert=False, hash_shards=True)
   assert run(tmp_path / "out", source, planned(source), hash_shards=True).finished
+
+
+def test_giving_up_a_commit_that_was_killed_between_its_renames_brings_back_what_was_there(
+  source, tmp_path, converted, monkeypatch
+):
+  out, made = shutil.copytree(converted, tmp_path / "out"), planned(source, scan=False)
+  before = files(out)
+  with monkeypatch.context() as patch:
+    patch.setattr(output, "_swap", lambda *_: (_ for _ in ()).throw(Killed()))
+    with pytest.raises(Killed):
+      run(out, source, made, overwrite=True)
+  out.rename(tmp_path / "out.partial" / "replaced")
+  with monkeypatch.context() as patch:
+    patch.setattr(output, "_write_slices", lambda *_: (_ for _ in ()).throw(Killed()))
+    with pytest.raises(Killed):
+      run(out, source, planned(source, scan=False, experts="bf16"), overwrite=True)
+  assert files(out) == before
