@@ -6,13 +6,13 @@ import argparse
 import re
 import resource
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Literal
 
 from kimi_k3.cli import sizes
 from kimi_k3.convert import index, plan
+from kimi_k3.convert.progress import say
 from kimi_k3.errors import InputError
 
 WORKER_BYTES = 256 * 1024 * 1024  # As kimi_k3.convert.write has it, which takes TensorStore along.
@@ -65,7 +65,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
   parser.add_argument(
     "--overwrite",
     action="store_true",
-    help="replace an OUT, or give up an unfinished one, that holds another conversion",
+    help="convert anew whatever conversion OUT holds or was begun; the old OUT stays until the new is complete (with "
+    "--commit marker: it goes first)",
   )
   parser.add_argument(
     "--workers",
@@ -109,13 +110,13 @@ def run(args: argparse.Namespace) -> int:
   workers = _workers(args.workers, budget, output.default_workers(budget))
   with index.open_source(args.src) as source:
     for note in source.notes:
-      print(note, file=sys.stderr)
+      say(note)
     planned = plan.make_plan(source, plan.Options(scan=args.scan, experts=args.experts, dense=args.dense))
     done = output.check_output(args.out, source, planned, overwrite=args.overwrite)
     scan = "--scan" if planned.scan else "--no-scan"
-    _say(f"{args.src}: {len(source.tensors):,} tensors, {planned.num_parameters:,} weights; {scan}")
+    say(f"{args.src}: {len(source.tensors):,} tensors, {planned.num_parameters:,} weights; {scan}")
     if done:
-      _say(f"{args.out}: already holds this conversion, nothing written")
+      say(f"{args.out}: already holds this conversion, nothing written{_ignored(args)}")
     if args.dry_run:
       print(plan.summary(planned))
       if not done:
@@ -128,21 +129,31 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     if done:
       output.tidy(args.out, commit)
-    outcome = None if done else output.convert(args.out, source, planned, job)
+    try:
+      outcome = None if done else output.convert(args.out, source, planned, job)
+    except KeyboardInterrupt:
+      say(f"{args.out}: what is done is kept, the same command goes on from there")
+      raise
   seconds = time.monotonic() - started
   if outcome is None or outcome.finished:
     print(f"{args.out}: {len(planned.leaves)} leaves, {planned.nbytes} bytes, {seconds:.1f} seconds")
   else:
     print(
-      f"{args.out}: part {args.part} is done, {outcome.missing:,} of {outcome.slices:,} slices are missing of others"
+      f"{args.out}: part {args.part} is done; of other parts, {outcome.missing:,} of {outcome.slices:,} slices are not"
     )
   if outcome is not None and outcome.written:
-    _say(
+    say(
       f"{outcome.written:,} of {outcome.slices:,} slices written, {outcome.found:,} were done before; "
       f"{sizes.spelled(outcome.nbytes)}, {sizes.spelled(outcome.nbytes / max(seconds, 1e-9))}/s, "
       f"peak memory {sizes.spelled(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}"
     )
   return 0
+
+
+def _ignored(args: argparse.Namespace) -> str:
+  """The flags that had no effect on a conversion that is there already."""
+  flags = [flag for flag, given in (("--hash", args.hash), ("--part", args.part), ("--finish", args.finish)) if given]
+  return f"; {' and '.join(flags)} had no effect" if flags else ""
 
 
 def _outlook(progress: tuple, out: str, workers: int) -> str:
@@ -172,7 +183,7 @@ def _commit(args: argparse.Namespace) -> Literal["rename", "marker"]:
 def _part(text: str | None) -> tuple[int, int] | None:
   if text is None:
     return None
-  match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+  match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
   if not match or not 1 <= int(match[1]) <= int(match[2]):
     raise InputError(f"--part is {text!r}, expected i/n with i from 1 to n, such as 1/4")
   return int(match[1]), int(match[2])
@@ -196,7 +207,3 @@ def _command(args: argparse.Namespace, options: dict) -> str:
   words = ("kimi-k3", "convert", str(args.src), str(args.out), scan)
   words += ("--experts", str(options["experts"]), "--dense", str(options["dense"]))
   return shlex.join(words)
-
-
-def _say(line: str) -> None:
-  print(line, file=sys.stderr)

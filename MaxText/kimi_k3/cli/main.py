@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   argv = sys.argv[1:] if argv is None else list(argv)
   for name, value in _QUIET_ENVIRONMENT.items():
     os.environ.setdefault(name, value)
+  _make_streams_safe()
   try:
     if argv and argv[0] in _REFUSED_VERBS:
       raise InputError(f"{argv[0]}: {_REFUSED_VERBS[argv[0]]}")
@@ -85,6 +86,16 @@ def main(argv: Sequence[str] | None = None) -> int:
   except OSError as error:  # a full disk behind stdout, a file gone while it was read
     print(f"kimi-k3: error: {' '.join(str(error).split())}", file=sys.stderr)
     return 1
+
+
+def _make_streams_safe() -> None:
+  """A closed stream takes what is written to it; a name that the terminal cannot show is escaped, not an error."""
+  for name in ("stdout", "stderr"):
+    stream = getattr(sys, name)
+    if stream is None:
+      setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for the rest of the process)
+    elif hasattr(stream, "reconfigure"):
+      stream.reconfigure(errors="backslashreplace")
 
 
 def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:

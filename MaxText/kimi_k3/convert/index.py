@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import os
+import socket
 import stat
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -176,9 +177,13 @@ class Source:
     return digest.hexdigest()
 
   def stamp(self, shard: str) -> str:
-    """Returns what tells one state of a shard from another: size, time of modification, digest of a few bytes."""
-    found = self.shards[shard]
-    return f"{found.size}-{found.modified}-{hashlib.sha256(self._sampled(shard)).hexdigest()[:16]}"
+    """Returns what tells one state of a shard from another; compare two by `same_state`.
+
+    That is its size, the time of its last modification, a digest of a few bytes, and whose clock that time is of.
+    """
+    found, clock = self.shards[shard], f"{socket.gethostname()}:{self.directory.resolve()}"
+    digests = (hashlib.sha256(data).hexdigest()[:16] for data in (self._sampled(shard), os.fsencode(clock)))
+    return "-".join((str(found.size), str(found.modified), *digests))
 
   def _sampled(self, shard: str) -> bytes:
     try:
@@ -199,6 +204,15 @@ class Source:
     self.close()
 
 
+def same_state(one: str, other: str) -> bool:
+  """Whether two stamps say that a shard is the same.
+
+  Of one directory on one machine everything must be equal. Copies on several machines have times of their own.
+  """
+  a, b = one.split("-"), other.split("-")
+  return one == other or (len(a) == len(b) == 4 and a[3] != b[3] and (a[0], a[2]) == (b[0], b[2]))
+
+
 def open_source(directory: str | Path) -> Source:
   """Returns the checkpoint in `directory`.
 
@@ -207,7 +221,11 @@ def open_source(directory: str | Path) -> Source:
       shards disagree. A link to a file is followed, as in a Hugging Face cache.
   """
   directory = Path(directory)
-  if not directory.is_dir():
+  try:
+    there = directory.is_dir()
+  except OSError as error:
+    raise InputError(f"{directory}: cannot be read ({error.strerror})") from error
+  if not there:
     raise InputError(f"{directory}: no such directory, expected a checkpoint with config.json and *.safetensors")
   config_bytes = _file_bytes(directory / "config.json")
   config = _json_object(config_bytes, "config.json")

@@ -16,7 +16,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,18 @@ from typing import Any
 import yaml
 
 from kimi_k3 import checksums, maxtext_keys
-from kimi_k3.convert import chunks, ocdbt, write
+from kimi_k3.convert import appear, chunks, ocdbt, write
 from kimi_k3.convert.faults import listed
-from kimi_k3.convert.index import ShardError, Source
+from kimi_k3.convert.index import ShardError, Source, same_state
 from kimi_k3.convert.plan import Plan
-from kimi_k3.convert.progress import Progress
+from kimi_k3.convert.progress import Progress, say
 from kimi_k3.convert.slices import Slices, file_name
 from kimi_k3.convert.storage import WEIGHT_DTYPE
 from kimi_k3.convert.store import LocalStore, Locked, Store, Unwritable, is_url, open_store
 from kimi_k3.convert.unfinished import (
   ITEMS,
   MARKERS,
+  PARTIAL_SUFFIX,
   PLAN,
   REPLACED,
   STATE_DIRECTORY,
@@ -111,33 +111,36 @@ def check_output(out: str | Path, source: Source, plan: Plan, *, overwrite: bool
   """
   out = str(out)
   if not is_url(out):
-    _check_local(Path(out), source)
+    _check_local(out, source)
   store = open_store(out)
-  names = _some_names(store)
-  if not names or store.read(f"{STATE_DIRECTORY}/{PLAN}") is not None:
+  if store.read(f"{STATE_DIRECTORY}/{PLAN}") is not None:
     return False
   record = store.read(RECORD)
-  if record is None and store.names(f"{STATE_DIRECTORY}/"):
-    return False  # What is left of a removal that was killed.
+  if record is None and (not _holds_anything(store) or store.names(f"{STATE_DIRECTORY}/")):
+    return False  # Or what is left of a removal that was killed.
   if record is None:
-    raise InputError(f"{out}: holds files but no {RECORD}: not a conversion, never overwritten; choose another OUT")
+    raise InputError(f"{out}: not empty, but no {RECORD}: not a conversion, never overwritten; choose another OUT")
   difference = _difference(store, record, source, plan)
   if difference and not overwrite:
     raise InputError(f"{out}: holds {difference}; give --overwrite to replace it or choose another OUT")
-  return not difference
+  return not difference and not overwrite
 
 
-def _check_local(out: Path, source: Source) -> None:
-  here, there = out.resolve(), source.directory.resolve()
+def _check_local(path: str, source: Source) -> None:
+  out, here, there = Path(path), appear.local(path), appear.local(source.directory)
   if here.is_relative_to(there) or there.is_relative_to(here):
     raise InputError(f"{out}: OUT and SRC ({source.directory}) are the same or inside each other, choose another OUT")
   if (out.exists() or out.is_symlink()) and (not out.is_dir() or out.is_symlink()):
     raise InputError(f"{out}: not a directory, choose another OUT")
+  if here.name.endswith(PARTIAL_SUFFIX):
+    raise InputError(f"{out}: a name that ends in {PARTIAL_SUFFIX} is an unfinished conversion's, choose another OUT")
 
 
-def _some_names(store: Store) -> list[str]:
-  """Files of a store that are not the state of a conversion under way."""
-  return [name for name in store.names() if not name.startswith(f"{STATE_DIRECTORY}/")]
+def _holds_anything(store: Store) -> bool:
+  """Whether there is more than the state of a conversion under way: empty directories and links count too."""
+  if isinstance(store, LocalStore):
+    return store.root.is_dir() and any(path.name != STATE_DIRECTORY for path in store.root.iterdir())
+  return any(not name.startswith(f"{STATE_DIRECTORY}/") for name in store.names())
 
 
 def _difference(store: Store, content: bytes, source: Source, plan: Plan) -> str:
@@ -159,7 +162,21 @@ def _difference(store: Store, content: bytes, source: Source, plan: Plan) -> str
   missing = [name for name in MARKERS if store.read(name) is None] if found[2] == "marker" else []
   if missing:
     return f"a conversion without its commit marker {missing[0]} (a copy that is not complete?)"
-  return ""
+  return _missing_files(store, source, plan)
+
+
+def _missing_files(store: Store, source: Source, plan: Plan) -> str:
+  """What a damaged conversion lacks, from names and sizes: what stands in its files is for `verify`."""
+  work, sizes = Slices(plan.leaves, source.tensors), store.sizes("")
+  expected: dict[str, int | None] = {f"{ITEMS}/{file_name(n)}": work.size(n) for n in range(len(work))}
+  small = (f"{ITEMS}/{write.INDEX_FILE}", "0/_CHECKPOINT_METADATA", "config.json", "decode.yml")
+  expected |= dict.fromkeys(small)
+  faults = [
+    name
+    for name, size in expected.items()
+    if name not in sizes or (size is not None and sizes[name] is not None and sizes[name] != size)
+  ]
+  return f"a damaged conversion: missing or of another size: {listed(faults)}" if faults else ""
 
 
 def _spelled(options: Any) -> str:
@@ -194,10 +211,10 @@ def convert(out: str | Path, source: Source, plan: Plan, job: Job) -> Outcome:
     InputError: naming what stopped it: a value, a file, the disk, another conversion.
   """
   out = _absolute(out)
+  before = None if is_url(out) else appear.contents(Path(out))
   decode = _decode_yml(source, plan, job.command)  # First: it costs nothing and may fail.
   work = Slices(plan.leaves, source.tensors)
   unfinished = Unfinished(out, job.commit)
-  replaced = None if is_url(out) else _inode(Path(out))
   _check_other_mode(out, job.commit)
   todo: list[int] = []
   with unfinished.lock(job.part):
@@ -217,13 +234,13 @@ def convert(out: str | Path, source: Source, plan: Plan, job: Job) -> Outcome:
         if job.hash_shards:
           _hash_shards(unfinished, source, job)
       if job.finish and job.part is None:
-        _commit(unfinished, source, plan, work, done, decode, job, replaced)
+        _commit(unfinished, source, plan, work, done, decode, job, before)
     except InputError as error:
       raise _resumable(error, unfinished, work, done, job, values=writing) from error
   if job.finish and job.part is not None:
     with unfinished.lock(None):
       done, _ = _valid(unfinished, work, source)
-      _commit(unfinished, source, plan, work, done, decode, job, replaced)
+      _commit(unfinished, source, plan, work, done, decode, job, before)
   return Outcome(
     finished=job.finish,
     slices=len(work),
@@ -235,7 +252,7 @@ def convert(out: str | Path, source: Source, plan: Plan, job: Job) -> Outcome:
 
 
 def _absolute(out: str | Path) -> str:
-  return str(out).rstrip("/") if is_url(str(out)) else str(Path(out).resolve())
+  return str(out).rstrip("/") if is_url(str(out)) else str(appear.local(out))
 
 
 def _check_other_mode(out: str, commit: Commit) -> None:
@@ -253,9 +270,9 @@ def _check_other_mode(out: str, commit: Commit) -> None:
 def tidy(out: str | Path, commit: Commit) -> None:
   """Removes what a kill right after the commit left beside a finished `out`: the journal."""
   unfinished = Unfinished(_absolute(out), commit)
-  if unfinished.over():
+  if unfinished.over() or unfinished.committed():
     with contextlib.suppress(Locked), unfinished.lock(None):
-      if unfinished.over():  # Nobody has begun another one meanwhile.
+      if unfinished.over() or unfinished.committed():  # Nobody has begun another one meanwhile.
         unfinished.remove()
 
 
@@ -288,6 +305,9 @@ def _check_same(unfinished: Unfinished, found: Mapping[str, Any], asked: Mapping
 
 def _begin(unfinished: Unfinished, source: Source, plan: Plan, work: Slices, job: Job) -> dict[int, Entry]:
   """Takes up the conversion under way, or begins one. Returns the slices that are done."""
+  if unfinished.committed():  # Killed right after that; what OUT holds is to be written once more.
+    _check_alone(unfinished, job, "what a commit left")
+    unfinished.clear()
   identity, under_way = _identity(plan, work), unfinished.plan()
   given_up = under_way is not None and job.convert and job.overwrite and under_way != identity
   if given_up:
@@ -296,9 +316,11 @@ def _begin(unfinished: Unfinished, source: Source, plan: Plan, work: Slices, job
     _check_same(unfinished, under_way, identity)
     done, changed = _valid(unfinished, work, source)
     if changed:
-      _say(f"{unfinished.where}: {changed} finished slice(s) are written again: their shards have changed since")
+      say(f"{unfinished.where}: {changed} finished slice(s) are written again: their shards have changed since")
     if done:
-      _say(f"{unfinished.where}: {len(done):,} of {len(work):,} slices are done, going on from there")
+      say(f"{unfinished.where}: {len(done):,} of {len(work):,} slices are done, going on from there")
+    if job.part is not None:
+      unfinished.begin_part(job.part)
     return done
   if not job.convert:
     raise InputError(f"{unfinished.where}: no conversion is under way there, nothing to finish; convert first")
@@ -308,6 +330,8 @@ def _begin(unfinished: Unfinished, source: Source, plan: Plan, work: Slices, job
     _check_alone(unfinished, job, "what a removal left")
     unfinished.clear()
   unfinished.begin(identity)
+  if job.part is not None:
+    unfinished.begin_part(job.part)
   return {}
 
 
@@ -325,7 +349,7 @@ def _valid(unfinished: Unfinished, work: Slices, source: Source) -> tuple[dict[i
     for shard in entry.shards:
       if shard in source.shards and shard not in now:
         now[shard] = source.stamp(shard)
-    if all(now.get(shard) == stamp for shard, stamp in entry.shards.items()):
+    if all(shard in now and same_state(now[shard], stamp) for shard, stamp in entry.shards.items()):
       valid[number] = entry
     else:
       changed += 1
@@ -428,16 +452,12 @@ def _commit(
   done: Mapping[int, Entry],
   decode: str,
   job: Job,
-  replaced: int | None,
+  before: appear.Contents,
 ) -> None:
   """Makes the checkpoint of the slices that are `done`, which must be all, and lets OUT appear."""
   missing = [number for number in range(len(work)) if number not in done]
   if missing:
-    stretches = [f"{a} to {b}" if a < b else str(a) for a, b in _stretches(missing)]
-    raise InputError(
-      f"{unfinished.where}: {len(missing):,} of {len(work):,} slices are not done ({listed(stretches)}): convert "
-      "the missing part(s) before --finish"
-    )
+    raise InputError(f"{unfinished.where}: {_missing(unfinished, work, missing)}")
   hashes = _hashes(unfinished, source) if job.hash_shards else {}
   sums = write.leaf_checksums(work, {number: entry.checksums for number, entry in done.items()})
   identity = json.dumps(_identity(plan, work), sort_keys=True).encode()
@@ -455,16 +475,33 @@ def _commit(
   ]
   expected = {name for name, _ in files} | {f"{ITEMS}/{file_name(number)}" for number in range(len(work))}
   for name in unfinished.data.names():
-    if name not in expected and not name.startswith(f"{STATE_DIRECTORY}/"):
-      unfinished.data.delete(name)  # Of a killed write, or of what OUT held before.
+    ours = name.startswith(f"{ITEMS}/") or (".tmp-" in name and not name.startswith(f"{STATE_DIRECTORY}/"))
+    if ours and name not in expected:
+      unfinished.data.delete(name)  # Of a killed write.
   for name, content in files:
     unfinished.data.write(name, [content])
   if job.commit == "marker":
     for name in MARKERS:
       unfinished.data.write(name, [b"This checkpoint is complete.\n"])
   else:
-    _swap(unfinished, Path(unfinished.out), replaced)
+    _swap(unfinished, Path(unfinished.out), before)
   unfinished.remove()
+
+
+def _missing(unfinished: Unfinished, work: Slices, missing: list[int]) -> str:
+  """What a commit waits for, by part where the work was shared out."""
+  stretches = [f"{a} to {b}" if a < b else str(a) for a, b in _stretches(missing)]
+  said = f"{len(missing):,} of {len(work):,} slices are not done ({listed(stretches)})"
+  changed = len(set(missing) & set(unfinished.entries(work)))
+  if changed:
+    said += f", {changed:,} of them because their shards have changed since"
+  parts = [
+    f"--part {i}/{n}"
+    for n in unfinished.part_counts()
+    for i in range(1, n + 1)
+    if not set(work.part(i, n)).isdisjoint(missing)
+  ]
+  return f"{said}: convert {listed(parts) if parts else 'what is missing'} before --finish"
 
 
 def _stretches(numbers: list[int]) -> list[tuple[int, int]]:
@@ -495,42 +532,12 @@ def _content(path: Path) -> bytes | None:
     raise InputError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def _inode(path: Path) -> int | None:
-  return path.stat().st_ino if path.exists() else None
-
-
-def _swap(unfinished: Unfinished, out: Path, replaced: int | None) -> None:
-  """Renames what was written to `out`; what was there, the directory with inode `replaced`, goes away after that."""
+def _swap(unfinished: Unfinished, out: Path, before: appear.Contents) -> None:
+  """Lets what was written appear at `out`. What was there moves into the state, which is removed after that."""
   made = Path(unfinished.where) / "out"
-  if _inode(out) != replaced:
-    raise InputError(f"{out}: changed while the conversion ran; remove it or choose another OUT")
   for directory in {made, *(path.parent for path in made.rglob("*"))}:
-    _sync(directory)
-  try:
-    if replaced is None:
-      made.rename(out)
-    else:
-      old = Path(unfinished.where) / REPLACED
-      out.rename(old)
-      try:
-        made.rename(out)
-      except BaseException:
-        old.rename(out)
-        raise
-    _sync(out.parent)
-  except OSError as error:
-    raise InputError(f"{out}: cannot be made ({error.strerror})") from error
-
-
-def _sync(directory: Path) -> None:
-  """Puts a directory's entries on stable storage, where the file system can."""
-  descriptor = os.open(directory, os.O_RDONLY)
-  try:
-    os.fsync(descriptor)
-  except OSError:
-    pass  # Some file systems know no such thing.
-  finally:
-    os.close(descriptor)
+    appear.sync(directory)
+  appear.put(made, out, before, Path(unfinished.where) / REPLACED)
 
 
 def _record(
@@ -573,17 +580,17 @@ def _decode_yml(source: Source, plan: Plan, command: str) -> str:
   """A complete MaxText config. Its one path is relative to the file, so that OUT can be moved."""
   keys = maxtext_keys.to_maxtext(plan.config, scan_layers=plan.scan, dtype=WEIGHT_DTYPE)
   keys = {"base_config": "base.yml"} | keys | {"load_parameters_path": PARAMETERS}
-  header = (
-    f"# Written by: {command}\n# Source: {source.directory.resolve()}\n# Its fingerprint: {plan.fingerprint}\n"
-    "# Paths are relative to this file.\n"
+  lines = (
+    f"Written by: {command}",
+    f"Source: {source.directory.resolve()}",
+    f"Its fingerprint: {plan.fingerprint}",
+    "Paths are relative to this file.",
   )
+  # A path may hold a line break, or bytes that are no text: escaped, or it would not stay a comment.
+  header = "".join(f"# {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}\n" for line in lines)
   return header + yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=100)
 
 
 def default_workers(ram_budget: int) -> int:
   """Slices to write at a time: up to eight keep a disk busy; fewer with few CPUs or little memory."""
   return max(1, min(8, os.cpu_count() or 1, ram_budget // write.WORKER_BYTES))
-
-
-def _say(line: str) -> None:
-  print(line, file=sys.stderr)

@@ -69,6 +69,10 @@ class Slices:
     """Of all data files."""
     return int(self._ends[-1])
 
+  def num_chunks_of(self, number: int) -> int:
+    """Of one slice."""
+    return self._bounds[number + 1] - self._bounds[number]
+
   def size(self, number: int) -> int:
     """Bytes of one data file."""
     first, last = self._bounds[number], self._bounds[number + 1]

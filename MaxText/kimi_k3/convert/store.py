@@ -15,13 +15,13 @@ import json
 import os
 import shutil
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kimi_k3.convert.progress import say
 from kimi_k3.errors import InputError
 
 SIGN_OF_LIFE_SECONDS = 20.0  # How often the owner of a bucket's lock renews it; three missed ones free it.
@@ -184,7 +184,11 @@ class LocalStore(Store):
 
   def sizes(self, prefix: str) -> dict[str, int | None]:
     """See Store."""
-    return {name: self._path(name).stat().st_size for name in self.names(prefix)}
+    found: dict[str, int | None] = {}
+    for name in self.names(prefix):
+      with contextlib.suppress(FileNotFoundError):  # The temporary file of another part, renamed meanwhile.
+        found[name] = self._path(name).stat().st_size
+    return found
 
   def free(self) -> int:
     """Bytes that the file system has left for this user."""
@@ -206,7 +210,7 @@ class LocalStore(Store):
       except BlockingIOError as error:
         raise Locked(f"{self.url}: another conversion is writing there, wait for it or choose another OUT") from error
       except OSError as error:  # A file system without locks: nothing can be told.
-        print(f"{self.url}: no file locks here ({error.strerror}): never start two on one part", file=sys.stderr)
+        say(f"{self.url}: no file locks here ({error.strerror}): never start two on one part")
       if not path.exists() or path.stat().st_ino != os.fstat(descriptor).st_ino:  # Removed between opening and locking.
         raise Locked(f"{self.url}: another conversion was writing there and has just ended, start again")
       yield
@@ -305,10 +309,7 @@ class BucketStore(Store):
     found = self._await(self._kvstore.read(name), name)
     if found.state == "value" and not _ended_here(found.value):
       wait = 3 * SIGN_OF_LIFE_SECONDS
-      print(
-        f"{self.url}: locked by {found.value.decode(errors='replace')}; waiting {wait:.0f} s for a sign of life",
-        file=sys.stderr,
-      )
+      say(f"{self.url}: locked by {found.value.decode(errors='replace')}; waiting {wait:.0f} s for a sign of life")
       until, generation = time.monotonic() + wait, found.stamp.generation
       while time.monotonic() < until:
         time.sleep(min(1.0, wait / 10))

@@ -32,7 +32,9 @@ _HASHES = "hashes"
 _LOCK = "lock"
 REPLACED = "replaced"  # What was at OUT before, between the two renames.
 # A removal, or the very first write, that was killed leaves some of them.
-_OURS = (_LOCK, PLAN, f"{_JOURNAL}/", f"{_HASHES}/", "out/", f"{REPLACED}/")
+_DIRECTORY = "directory"  # The inode of what becomes OUT: after a kill it tells which of the two that is.
+_PARTS = "parts"
+_OURS = (_LOCK, PLAN, _DIRECTORY, f"{_PARTS}/", f"{_JOURNAL}/", f"{_HASHES}/", "out/", f"{REPLACED}/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Unfinished:
       return None
     try:
       plan = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       raise InputError(f"{self.where}/{PLAN}: cannot be read ({error}): remove {self.where} and start again") from error
     if not isinstance(plan, dict):
       raise InputError(f"{self.where}/{PLAN}: not an object: remove {self.where} and start again")
@@ -79,7 +81,7 @@ class Unfinished:
 
   def leftovers(self) -> bool:
     """Whether there are files without a plan: of a killed removal or, in marker mode, of what OUT held before."""
-    names = [name for name in self.state.names() if not name.startswith((_LOCK, PLAN))]
+    names = [name for name in self.state.names() if not name.startswith((_LOCK, PLAN, _DIRECTORY, _PARTS))]
     return bool(names) or (self.commit == "marker" and any(self._data_names()))
 
   def empty(self) -> bool:
@@ -93,11 +95,22 @@ class Unfinished:
       return PLAN not in names and bool(names) and not (is_url(self.out) and self.empty())
     return bool(names) and not self.data.exists() and all(name.startswith(_OURS) for name in names)
 
+  def committed(self) -> bool:
+    """Whether OUT is what was made here: a kill came between the commit and the removal of the state."""
+    if is_url(self.out) or self.commit == "marker":
+      return False
+    recorded = self.state.read(_DIRECTORY)
+    return recorded is not None and Path(self.out).exists() and recorded == _inode(Path(self.out))
+
   def _data_names(self) -> list[str]:
     return [name for name in self.data.names() if not name.startswith(f"{STATE_DIRECTORY}/")]
 
   def begin(self, plan: Mapping[str, Any]) -> None:
     """Records what is being converted."""
+    if self.commit == "rename":
+      made = Path(self.where) / "out"
+      made.mkdir(parents=True, exist_ok=True)
+      self.state.write(_DIRECTORY, [_inode(made)])
     self.state.write(PLAN, [json.dumps(plan, indent=2).encode()])
 
   def clear(self) -> None:
@@ -134,13 +147,24 @@ class Unfinished:
         stack.enter_context(self.state.lock(f"{_LOCK}-{part[0]}-of-{part[1]}"))
       yield
 
+  def begin_part(self, part: tuple[int, int]) -> None:
+    """Records that a part was begun, so that what is missing can be named."""
+    self.state.write(f"{_PARTS}/{part[0]}-of-{part[1]}", [b""])
+
+  def part_counts(self) -> list[int]:
+    """Into how many parts the work was shared out: the n of every part i/n that was begun."""
+    names = (name.removeprefix(f"{_PARTS}/").split("-of-") for name in self.state.names(f"{_PARTS}/"))
+    return sorted({int(name[1]) for name in names if len(name) == 2 and name[1].isdigit()})
+
   def entries(self, work: Slices) -> dict[int, Entry]:
     """The slices that are done: journaled, and with a data file of the right size. What is torn counts as not done."""
     found, sizes = {}, self.data.sizes(f"{ITEMS}/{DATA_DIRECTORY}/")
     for name, content in self.state.read_all(self._journaled()):
       number, entry = _number(name), _entry(content)
       file = f"{ITEMS}/{file_name(number)}"
-      if entry is not None and number < len(work) and file in sizes and sizes[file] in (None, work.size(number)):
+      if entry is None or number >= len(work) or len(entry.checksums) != work.num_chunks_of(number):
+        continue
+      if file in sizes and sizes[file] in (None, work.size(number)):
         found[number] = entry
     return found
 
@@ -171,6 +195,10 @@ class Unfinished:
     self.state.write(f"{_HASHES}/{number:06d}.json", [content.encode()])
 
 
+def _inode(directory: Path) -> bytes:
+  return str(directory.stat().st_ino).encode()
+
+
 def _number(name: str) -> int:
   """The slice of a journal entry; -1 for a file that is none."""
   number = name.removeprefix(f"{_JOURNAL}/").removesuffix(".json")
@@ -181,8 +209,10 @@ def _entry(content: bytes | None) -> Entry | None:
   try:
     value = json.loads(content or b"")
     sums, shards = value["checksums"], value["shards"]
-  except (ValueError, KeyError, TypeError):
+  except (ValueError, KeyError, TypeError, RecursionError):
     return None
-  if not isinstance(sums, list) or not isinstance(shards, dict) or not all(type(s) is int for s in sums):
+  if not isinstance(sums, list) or not all(type(s) is int and 0 <= s < 2**32 for s in sums):
+    return None
+  if not isinstance(shards, dict) or not all(isinstance(stamp, str) for stamp in shards.values()):
     return None
   return Entry(tuple(sums), shards)

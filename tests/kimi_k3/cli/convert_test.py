@@ -157,7 +157,7 @@ def test_a_dry_run_of_what_is_there_says_so_and_one_of_a_bucket_has_no_disk(few,
 
 
 @pytest.mark.parametrize(
-  "part", ["0/4", "5/4", "x", "1", "1/0", "0/0", "-1/4", "1/4/4", "1.5/2", "1 /4", "", "1/1000000", "\u0661/4"]
+  "part", ["0/4", "5/4", "x", "1", "1/0", "0/0", "-1/4", "1/4/4", "1.5/2", "1 /4", "", "1/1000000000000", "\u0661/4"]
 )
 def test_a_part_that_is_none_is_refused(few, tmp_path, refused, part):
   said = refused(VERB, few, tmp_path / "out", f"--part={part}")
@@ -221,9 +221,9 @@ def test_parts_are_converted_apart_and_finished_together(few, tmp_path, few_conv
   out = tmp_path / "out"
   assert run(few, out, "--part", "2/3") == 0
   said = capsys.readouterr()
-  assert re.fullmatch(rf"{out}: part 2/3 is done, \d+ of \d+ slices are missing of others\n", said.out)
+  assert re.fullmatch(rf"{out}: part 2/3 is done; of other parts, \d+ of \d+ slices are not\n", said.out)
   assert not out.exists()
-  with pytest.raises(InputError, match=r"convert the missing part\(s\) before --finish$"):
+  with pytest.raises(InputError, match=r"convert --part 1/3; --part 3/3 before --finish$"):
     run(few, out, "--finish")
   assert run(few, out, "--part", "1/3") == 0
   assert run(few, out, "--part", "3/3") == 0
@@ -268,16 +268,14 @@ def test_a_full_disk_is_one_line_and_exit_code_2(few, tmp_path, monkeypatch, cap
   assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
 
 
-def test_a_run_whose_progress_nobody_reads_any_more_stops_and_the_next_goes_on(few, tmp_path, few_converted):
-  """As when a pipe's reader ends. A progress bar is a message too."""
+def test_a_run_whose_log_nobody_takes_any_more_goes_on(few, tmp_path, few_converted):
+  """As when a pipe's reader ends, or the disk of the log is full."""
   command = [sys.executable, "-m", "kimi_k3.cli.main", VERB, str(few), str(tmp_path / "out")]
   with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
     assert process.stderr
     process.stderr.readline()
     process.stderr.close()
-    assert process.wait(60) == 141
-  assert not (tmp_path / "out").exists()
-  assert run(few, tmp_path / "out") == 0
+    assert process.wait(60) == 0
   assert items(tmp_path / "out") == items(few_converted)
   assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -298,7 +296,7 @@ def test_help_says_what_each_flag_means(capsys):
     "--experts {as-stored,mxfp4,fp8-block,bf16}": "routed experts",
     "--dense {as-stored,fp8-block}": "shared experts",
     "--dry-run": "write nothing",
-    "--overwrite": "replace an OUT",
+    "--overwrite": "convert anew",
     "--workers N": "slices written at a time",
     "--ram-budget BYTES": "256 MiB a worker",
     "--part i/n": "the i-th of n shares",

@@ -119,7 +119,7 @@ def test_what_is_in_the_bucket_is_verified_and_exported_from_there(bucket, sourc
 
 def test_what_is_in_the_bucket_and_is_no_conversion_is_not_touched(bucket, source):
   bucket.write(f"{PREFIX}thesis.tex", b"years of work")
-  with pytest.raises(InputError, match=r"holds files but no conversion\.json"):
+  with pytest.raises(InputError, match=r"not empty, but no conversion\.json"):
     convert(URL, source)
   assert held(bucket) == {"thesis.tex": b"years of work"}
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from kimi_k3.convert import index, output, plan, slices, store, write
+from kimi_k3.convert import appear, index, output, plan, slices, store, write
 from kimi_k3.convert.plan import Options
 from kimi_k3.convert.store import BucketStore, LocalStore, Locked
 from kimi_k3.convert.unfinished import MARKERS, Unfinished
@@ -109,7 +109,9 @@ def whole(small_sources, tmp_path_factory) -> Callable[..., dict[str, bytes]]:
 def converted(small_sources, tmp_path_factory) -> Path:
   """A finished conversion; tests that change it copy it."""
   out = tmp_path_factory.mktemp("converted") / "out"
-  convert(out, small_sources["k3"], planned(small_sources["k3"]))
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(slices, "MIN_SLICE_BYTES", 3_000)  # as in the tests
+    convert(out, small_sources["k3"], planned(small_sources["k3"]))
   return out
 
 
@@ -350,7 +352,7 @@ def test_what_appears_meanwhile_is_not_replaced_and_the_slices_are_kept(
 
   real = write.run_all
   monkeypatch.setattr(write, "run_all", finish_another)
-  with pytest.raises(InputError, match=r"changed while the conversion ran; remove it .* slices are done and kept in "):
+  with pytest.raises(InputError, match=r"changed meanwhile .*, so it is not replaced.* slices are done and kept in "):
     convert(out, source, planned(source, scan=False))
   assert json.loads((out / "conversion.json").read_text())["options"]["scan"]
   shutil.rmtree(out)
@@ -838,6 +840,7 @@ def test_a_rename_that_fails_brings_back_what_was_there(source, tmp_path, conver
     return real(path, target)
 
   with monkeypatch.context() as patch:
+    patch.setattr(appear, "_exchanged", lambda *_: False)
     patch.setattr(Path, "rename", rename)
     with pytest.raises(InputError, match=r"out: cannot be made \(Input/output error\); .* slices are done and kept"):
       run(out, source, made, overwrite=True)
@@ -879,9 +882,8 @@ def test_finish_names_what_is_missing_and_keeps_everything(source, tmp_path, who
   before, (first, *_, last) = kept(tmp_path), work.part(2, 4)
   with pytest.raises(InputError) as error:
     run(out, source, made, convert=False)
-  assert f"slices are not done (0 to {first - 1}; {last + 1} to {len(work) - 1}): convert the missing part(s)" in str(
-    error.value
-  )
+  assert f"slices are not done (0 to {first - 1}; {last + 1} to {len(work) - 1}): convert " in str(error.value)
+  assert "--part 1/4; --part 3/4; --part 4/4 before --finish" in str(error.value)
   assert kept(tmp_path) == before
   for part in (1, 3, 4):
     convert(out, source, made, part=(part, 4), finish=False)
@@ -1081,3 +1083,110 @@ def test_giving_up_a_commit_that_was_killed_between_its_renames_brings_back_what
     with pytest.raises(Killed):
       run(out, source, planned(source, scan=False, experts="bf16"), overwrite=True)
   assert files(out) == before
+
+
+# What someone else put there
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_what_someone_puts_into_out_meanwhile_is_not_removed(source, tmp_path, whole, monkeypatch, existed):
+  out, real = tmp_path / "out", write.run_all
+  if existed:
+    out.mkdir()
+
+  def busy(*arguments):
+    real(*arguments)
+    out.mkdir(exist_ok=True)
+    (out / "thesis.tex").write_text("years of work")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(write, "run_all", busy)
+    with pytest.raises(InputError, match=r"changed meanwhile \(thesis\.tex\), so it is not replaced: move away"):
+      run(out, source, planned(source))
+  assert (out / "thesis.tex").read_text() == "years of work"
+  with pytest.raises(InputError, match="not empty, but no"):
+    run(out, source, planned(source))
+  shutil.rmtree(out)
+  outcome = run(out, source, planned(source))
+  assert outcome and outcome.written == 0
+  assert files(out) == whole()
+
+
+def test_what_someone_puts_beside_the_files_of_a_conversion_in_place_stays(source, tmp_path, whole):
+  out = tmp_path / "out"
+  convert(out, source, planned(source), part=(1, 2), finish=False, commit="marker")
+  (out / "notes.txt").write_text("mine")
+  convert(out, source, planned(source), commit="marker")
+  assert (out / "notes.txt").read_text() == "mine"
+  assert {name: data for name, data in files(out).items() if name != "notes.txt"} == whole("marker")
+
+
+@pytest.mark.parametrize(
+  "make", [lambda out: (out / "a" / "b").mkdir(parents=True), lambda out: (out / "l").symlink_to(out)]
+)
+def test_an_out_with_a_directory_or_a_link_is_not_empty(source, tmp_path, make):
+  out = tmp_path / "out"
+  out.mkdir()
+  make(out)
+  for overwrite in (False, True):
+    with pytest.raises(InputError, match="not empty, but no conversion"):
+      output.check_output(out, source, planned(source), overwrite=overwrite)
+
+
+@pytest.mark.parametrize("damage", ["d/000003 gone", "d/000003 short", "d/index gone", "decode.yml gone"])
+@pytest.mark.parametrize("commit", ["rename", "marker"])
+def test_a_damaged_conversion_is_refused_by_the_file_and_made_anew_when_asked(source, tmp_path, whole, damage, commit):
+  out = tmp_path / "out"
+  convert(out, source, planned(source), commit=commit)
+  name, how = damage.split()
+  path = out / name if name == "decode.yml" else out / "0" / "items" / name
+  path.write_bytes(path.read_bytes()[:-1]) if how == "short" else path.unlink()
+  with pytest.raises(InputError, match=rf"damaged conversion: missing or of another size: .*{name}; give --overwrite"):
+    run(out, source, planned(source), commit=commit)
+  assert run(out, source, planned(source), commit=commit, overwrite=True).written
+  assert files(out) == whole(commit)
+
+
+def test_killed_right_after_the_commit_nothing_is_written_again_and_the_state_goes(
+  source, tmp_path, converted, whole, monkeypatch
+):
+  out = shutil.copytree(converted, tmp_path / "out")
+  for overwrite in (True, False):
+    with monkeypatch.context() as patch:
+      patch.setattr(Unfinished, "remove", lambda _: (_ for _ in ()).throw(Killed()))
+      with pytest.raises(Killed):
+        run(out, source, planned(source, scan=overwrite), overwrite=True)
+    before = files(out)
+    assert output.check_output(out, source, planned(source, scan=overwrite), overwrite=False)
+    output.tidy(out, "rename")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert files(out) == before
+  # Asked to write it anew in that moment, it does not take the old one's slices for its own.
+  with monkeypatch.context() as patch:
+    patch.setattr(Unfinished, "remove", lambda _: (_ for _ in ()).throw(Killed()))
+    with pytest.raises(Killed):
+      run(out, source, planned(source), overwrite=True)
+  outcome = run(out, source, planned(source), overwrite=True)
+  assert (outcome.found, outcome.written) == (0, outcome.slices)
+  assert files(out) == whole()
+
+
+def test_machines_with_copies_of_their_own_share_the_work_out(copied, tmp_path, monkeypatch):
+  other = shutil.copytree(copied, tmp_path / "copy")
+  for path in other.iterdir():
+    os.utime(path, ns=(1, 1))
+  first, second = index.open_source(copied), index.open_source(other)
+  convert(tmp_path / "out", first, plan.make_plan(first, Options()), part=(1, 2), finish=False)
+  monkeypatch.setattr(index.socket, "gethostname", lambda: "another")
+  outcome = convert(tmp_path / "out", second, plan.make_plan(second, Options()))
+  assert outcome.found > 0
+  convert(tmp_path / "alone" / "out", second, plan.make_plan(second, Options()))
+  assert files(tmp_path / "out") == files(tmp_path / "alone" / "out")
+
+
+def test_a_path_with_a_line_break_or_bytes_that_are_no_text_stays_in_its_comment(source, tmp_path):
+  out = tmp_path / "a\nscan_layers: 7\n#\udcff"
+  output.convert(
+    out, source, planned(source), output.Job(commit="rename", workers=1, command=f"kimi-k3 convert SRC {out}")
+  )
+  assert yaml.safe_load((out / "decode.yml").read_text())["scan_layers"] is True

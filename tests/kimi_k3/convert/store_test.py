@@ -274,7 +274,9 @@ def test_the_lock_of_a_process_of_this_machine_that_has_ended_is_taken_at_once(b
 
 
 @pytest.mark.parametrize(
-  "content", [owner(host="another", pid=dead_pid()), owner(pid=1), b"torn {", b"[]", b'{"host": 1}']
+  "content",
+  [owner(host="another", pid=2**22), owner(pid=1), b"torn {", b"[]", b'{"host": 1}'],
+  ids=["another host", "alive", "torn", "list", "number"],
 )
 def test_a_lock_without_signs_of_life_is_taken_after_a_wait_that_is_said(bucket, capsys, content):
   bucket.write("lock", [content])

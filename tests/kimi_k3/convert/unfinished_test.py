@@ -36,6 +36,19 @@ def write_data(state: Unfinished, work: Slices, number: int, missing: int = 0) -
   state.data.write(f"0/items/{slices.file_name(number)}", [bytes(work.size(number) - missing)])
 
 
+def entry(work: Slices, number: int) -> Entry:
+  sums = (2**32 - 1, *range(work.num_chunks_of(number) - 1))
+  return Entry(sums, {"a.safetensors": "12-34-ab-cd"})
+
+
+def test_an_entry_of_another_number_of_chunks_is_none(state, work):
+  state.begin(PLAN)
+  for number, sums in ((0, ()), (1, (1,) * 99)):
+    write_data(state, work, number)
+    state.add(number, Entry(sums, {}))
+  assert state.entries(work) == {}
+
+
 def test_the_state_lies_beside_out_or_in_it_and_the_data_where_it_is_renamed_from_or_stays(tmp_path):
   renamed, marked = (Unfinished(str(tmp_path / "out"), commit) for commit in ("rename", "marker"))
   assert (renamed.where, renamed.data.url) == (f"{tmp_path}/out.partial", f"{tmp_path}/out.partial/out")
@@ -58,19 +71,19 @@ def test_the_journal_tells_checksums_and_shards_of_the_slices_that_are_done(stat
   state.begin(PLAN)
   for number in (0, 3):
     write_data(state, work, number)
-    state.add(number, Entry((1, 2**32 - 1), {"a.safetensors": "12-34-ab"}))
+    state.add(number, entry(work, number))
   write_data(state, work, 1)  # not journaled: under way when the run ended
   for name in ("000001.json.tmp-1-2", "1.txt", "x.json"):
     state.state.write(f"journal/{name}", [b"{}"])
   assert state.num_journaled() == 2
   found = state.entries(work)
   assert sorted(found) == [0, 3]
-  assert (found[3].checksums, found[3].shards) == ((1, 2**32 - 1), {"a.safetensors": "12-34-ab"})
+  assert found[3] == entry(work, 3)
 
 
 def test_a_slice_without_its_data_is_not_done(state, work):
   state.begin(PLAN)
-  state.add(0, Entry((1,), {}))
+  state.add(0, entry(work, 0))
   assert state.entries(work) == {}
   if not state.out.startswith("file:"):  # An object is there whole or not at all.
     write_data(state, work, 0, missing=1)
