@@ -87,7 +87,7 @@ def test_logits_that_are_not_finite_are_written_and_told_with_exit_code_1(five_l
     ([[True]], (), "row(s) 0: expected a non-empty list"),
     ([[256]], (), "token ids outside the vocabulary of 256: row 0 position 0: 256"),
     ([[1]], ("no_such_key=1",), "unknown key no_such_key"),
-    ([[1]], ("scan_layers=false",), "was written with scan_layers: true"),
+    ([[1]], ("scan_layers=false",), "scan_layers is false in the config, true in the checkpoint"),
     ([[1]], ("enable_prefix_caching=true",), "enable_prefix_caching is True"),
   ],
 )
