@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -18,7 +17,8 @@ byte for byte that of SRC. Of --experts bf16 the experts are bfloat16 and config
 Rounded formats (mxfp4 from bfloat16, fp8-block) are refused: no release stores them, export the as-stored conversion.
 
 The vision tensors are not in OUT: --vision-from copies them from SRC. HF_DIR appears when it is complete. Stopped, the
-same command goes on in HF_DIR.partial from the last shard that was done.
+same command goes on in HF_DIR.partial: shards that were done are read once and kept if they are what was written. What
+is read of OUT is compared with the checksums that convert recorded.
 """
 EPILOG = """\
 examples:
@@ -42,7 +42,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
       help="of the tensors of a shard: 5GB (1000 cubed), 5G or 5GiB (1024 cubed), a number (default: %(default)s)",
   )  # fmt: skip
   parser.add_argument("--dry-run", action="store_true", help="check OUT and HF_DIR, print the plan, write nothing")
-  parser.add_argument("--overwrite", action="store_true", help="replace an HF_DIR that holds another export")
+  parser.add_argument("--overwrite", action="store_true", help="replace an HF_DIR that holds an export")
   parser.add_argument(
     "--workers", type=int, metavar="N", help="chunks written at a time (default: the CPUs, at most 4)"
   )
@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
   if args.workers is not None and args.workers < 1:
     raise InputError(f"--workers is {args.workers}, expected 1 or more")
   from kimi_k3.convert import export, index, reader  # Late: --help must not wait for TensorStore.
+  from kimi_k3.convert.progress import say
 
   started = time.monotonic()
   out = reader.open_output(args.out)
@@ -67,14 +68,16 @@ def run(args: argparse.Namespace) -> int:
   try:
     planned = export.plan_export(out, vision, shard_bytes=shard_bytes)
     if vision is None and out.hf_config.get("vision_config"):
-      _say("vision is not carried: OUT holds the text model only; give --vision-from SRC to copy its vision tensors")
+      say("vision is not carried: OUT holds the text model only; give --vision-from SRC to copy its vision tensors")
     done = export.check_target(args.hf_dir, planned, overwrite=args.overwrite)
     if done:
-      _say(f"{args.hf_dir}: already holds this export, nothing written")
+      say(f"{args.hf_dir}: already holds this export, nothing written")
     if args.dry_run:
       _print_plan(planned, args.hf_dir)
       return 0
-    if not done:
+    if done:
+      export.tidy(args.hf_dir)
+    else:
       workers = args.workers or min(4, os.cpu_count() or 1)
       export.export(args.hf_dir, planned, workers=workers, overwrite=args.overwrite)
   finally:
@@ -88,11 +91,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_plan(planned, target: str) -> None:
-  from kimi_k3.convert import store
+  from kimi_k3.convert import appear, store
 
   vision = 0 if planned.vision is None else sum(t.leaf is None for shard in planned.shards for t in shard.tensors)
   largest = max(shard.size for shard in planned.shards)
-  free = store.LocalStore(Path(target)).free()
+  free = store.LocalStore(appear.local(target)).free()
   lines = {
     "tensors": f"{planned.num_tensors:,}, {vision:,} of them vision",
     "shards": f"{len(planned.shards):,} of up to {sizes.spelled(largest)}",
@@ -102,7 +105,3 @@ def _print_plan(planned, target: str) -> None:
     "disk": f"{sizes.spelled(free)} free: {'enough' if free >= planned.nbytes else 'NOT ENOUGH'}",
   }
   print("\n".join(f"{name:<9}{value}" for name, value in lines.items()))
-
-
-def _say(line: str) -> None:
-  print(line, file=sys.stderr)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import stat
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from kimi_k3.errors import InputError
 
 _SHOWN = 5
+_MAX_LINKS = 40  # As the kernel.
+_PREFIX_LENGTH = 100  # characters of a temporary file's name
 
 
 def read_rows(path: str) -> list[list[int]]:
@@ -49,32 +54,112 @@ def check_vocabulary(rows: list[list[int]], vocab_size: int, source: str) -> Non
     raise InputError(f"{source}: token ids outside the vocabulary of {vocab_size}: {'; '.join(faults[:_SHOWN])}{more}")
 
 
-def check_writable(path: str) -> None:
-  """Raises InputError, before the work rather than after it, if a result could not be written to `path`."""
-  target = Path(path)
+def check_writable(path: str, outside: Sequence[str | Path] = ()) -> None:
+  """Raises InputError, before the work rather than after it, if a result could not be written to `path`.
+
+  Args:
+    path: Where. A link stands for what it leads to. What is open already, such as /dev/stdout, a pipe or a terminal may
+      be written to; a disk or a socket may not.
+    outside: Directories that are only read: no result goes below them. URLs among them are left alone.
+  """
+  if _descriptor(path) is not None:
+    return
+  target = _target(path)
   try:
     if target.is_dir():
       raise InputError(f"{path}: is a directory, expected a file to write")
-    if not target.absolute().parent.is_dir():
+    if not target.parent.is_dir():
       raise InputError(f"{path}: its directory does not exist")
-    with tempfile.NamedTemporaryFile(dir=target.absolute().parent, prefix=_prefix(target)):
+    for directory in outside:
+      if "://" not in str(directory) and target.is_relative_to(os.path.realpath(directory)):
+        raise InputError(f"{path}: is inside {directory}, which is only read; choose another file")
+    if _is_stream(target):
+      if not os.access(target, os.W_OK):
+        raise InputError(f"{path}: cannot be written: Permission denied")
+      return
+    if target.exists() and not target.is_file():
+      raise InputError(f"{path}: a disk or a socket, expected a file to write")
+    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=_prefix(target)):
       pass
   except OSError as error:
     raise InputError(f"{path}: cannot be written: {error.strerror}") from error
 
 
+def _target(path: str) -> Path:
+  """The file that a path leads to, which need not exist."""
+  try:
+    target = Path(path).resolve()
+    if not path or target.is_symlink():
+      raise InputError(f"{path}: a loop of links" if path else "an empty path was given, expected a file to write")
+    return target
+  except (OSError, RuntimeError, ValueError) as error:
+    reason = "a loop of links" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or str(error)
+    raise InputError(f"{path}: cannot be written: {reason}") from error
+
+
+def _is_stream(target: Path) -> bool:
+  """Whether it is a pipe or a device without contents, such as a terminal: never replaced, only written to."""
+  mode = target.stat().st_mode if target.exists() else 0
+  return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
+
+
+def _descriptor(path: str) -> int | None:
+  """What a name such as /dev/stdout or /dev/fd/3 stands for in this process; None for any other path.
+
+  Behind it may be a file that a shell has opened: replacing that file would lose what else goes there.
+  """
+  for _ in range(_MAX_LINKS):
+    parent, name = os.path.split(os.path.abspath(path))  # noqa: PTH100 (follows no link)
+    parent = os.path.realpath(parent)
+    if parent == f"/proc/{os.getpid()}/fd" and name.isdigit():
+      return int(name)
+    path = os.path.join(parent, name)  # noqa: PTH118
+    if not os.path.islink(path):  # noqa: PTH114
+      return None
+    path = os.path.join(parent, os.readlink(path))  # noqa: PTH115, PTH118
+  return None
+
+
 def _prefix(target: Path) -> str:
-  return f".{target.name}."
+  return f".{target.name[:_PREFIX_LENGTH]}."
 
 
 def write_whole(path: str, write: Callable[[BinaryIO], object]) -> None:
-  """Writes a file so that it either appears complete or not at all."""
-  target = Path(path)
-  descriptor, temporary = tempfile.mkstemp(dir=target.absolute().parent, prefix=_prefix(target))
+  """Writes a file so that it either appears complete or not at all. A pipe or a device gets all of it in the end.
+
+  Raises:
+    InputError: if it cannot be written, the disk being full among others.
+  """
+  descriptor = _descriptor(path)
+  target = None if descriptor is not None else _target(path)
+  try:
+    if target is None or _is_stream(target):
+      _write_through(path if descriptor is None else descriptor, write)
+    else:
+      _write_file(target, write)
+  except BrokenPipeError:
+    raise
+  except OSError as error:
+    raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _write_through(where: str | int, write: Callable[[BinaryIO], object]) -> None:
+  with tempfile.TemporaryFile() as made:
+    write(made)
+    made.seek(0)
+    sys.stdout.flush()  # What was printed before comes before.
+    with open(where, "wb", closefd=not isinstance(where, int)) as stream:
+      shutil.copyfileobj(made, stream)
+
+
+def _write_file(target: Path, write: Callable[[BinaryIO], object]) -> None:
+  descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=_prefix(target))
   try:
     with os.fdopen(descriptor, "wb") as file:
       write(file)
     Path(temporary).chmod(0o644)
+    if target.exists() and not target.is_file():
+      raise InputError(f"{target}: is no file any more, not replaced")
     Path(temporary).replace(target)
   except BaseException:
     Path(temporary).unlink(missing_ok=True)

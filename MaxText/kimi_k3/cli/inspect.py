@@ -17,7 +17,8 @@ Counts what a checkpoint holds, without reading the data of any tensor: tensors 
 packed pairs, what a conversion leaves out and by which rule, parameters, and whether `kimi-k3 convert` accepts it.
 Where config.json has the sizes of Kimi K3, the counts are compared with those of the release.
 
-DIR is a released checkpoint (config.json and *.safetensors) or what `kimi-k3 convert` made of one.
+DIR is a released checkpoint (config.json and *.safetensors) or what `kimi-k3 convert` made of one. Of a conversion its
+data files must be there and as long as its index says; what is in them, only `kimi-k3 verify` reads.
 
 Exit codes: 0 accepted; 1 refused by `convert`, or a conversion with faults (the audit is printed all the same); 2 DIR
 is no checkpoint, is damaged or is unfinished.
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     InputError: if DIR is no checkpoint, is damaged or is unfinished.
   """
   from kimi_k3.convert import audit, index  # Late: --help must not wait for numpy.
+  from kimi_k3.convert.progress import say
 
   if audit.is_output(args.directory):
     found = audit.audit_output(args.directory)
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if found.faults else 0
   with index.open_source(args.directory) as source:
     for note in source.notes:
-      print(note, file=sys.stderr)
+      say(note)
     found = audit.audit_source(source)
   _print(args, "released checkpoint", found, _source_lines(found))
   return 1 if found.refused else 0

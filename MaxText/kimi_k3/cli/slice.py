@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
@@ -37,12 +36,12 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
       formatter_class=argparse.RawDescriptionHelpFormatter,
   )  # fmt: skip
   parser.add_argument("src", type=Path, metavar="SRC", help="directory of the released checkpoint")
-  parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
+  parser.add_argument("out", metavar="OUT", help="directory to make")
   parser.add_argument("--layers", metavar="A-B", help="0-based, both ends included (default: all)")
   parser.add_argument("--experts", metavar="N", help="the first N of each layer (default: all)")
   parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="of a file, at most (default: %(default)s)")
   parser.add_argument("--dry-run", action="store_true", help="check SRC, print what would be written, write nothing")
-  parser.add_argument("--overwrite", action="store_true", help="replace an OUT that holds another slice")
+  parser.add_argument("--overwrite", action="store_true", help="replace an OUT that holds a slice")
   parser.set_defaults(run=run)
   return parser
 
@@ -54,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     InputError: if the source, the options or OUT do not allow it; nothing has been written then.
   """
   from kimi_k3.convert import index, slicing  # Late: --help must not wait for numpy.
+  from kimi_k3.convert.progress import say
 
   options = slicing.Options(
     layers=None if args.layers is None else slicing.parse_layers(args.layers),
@@ -65,29 +65,33 @@ def run(args: argparse.Namespace) -> int:
   started = time.monotonic()
   with index.open_source(args.src) as source:
     for note in source.notes:
-      print(note, file=sys.stderr)
+      say(note)
     cut = slicing.make_slice(source, options)
     done = slicing.check_output(args.out, source, cut, overwrite=args.overwrite)
     for note in cut.notes:
-      print(note, file=sys.stderr)
+      say(note)
     held = f"{len(cut.source.tensors):,} tensors, {cut.nbytes} bytes, {len(cut.files)} shards"
     if done:
-      print(f"{args.out}: already holds this slice, nothing written", file=sys.stderr)
+      say(f"{args.out}: already holds this slice, nothing written")
     if args.dry_run:
+      free = slicing.free_bytes(args.out)
       print(f"{args.out}: would hold {held}")
+      print(f"disk: {sizes.spelled(free)} free: {'enough' if done or free >= cut.nbytes else 'NOT ENOUGH'}")
       return 0
-    if not done:
-      _write(args.out, cut)
+    if done:
+      slicing.tidy(args.out)
+    else:
+      _write(args.out, cut, overwrite=args.overwrite)
   print(f"{args.out}: {held}, {time.monotonic() - started:.1f} seconds")
   return 0
 
 
-def _write(out: Path, cut) -> None:
+def _write(out: str, cut, *, overwrite: bool) -> None:
   from kimi_k3.convert import slicing
   from kimi_k3.convert.progress import Progress
 
   with Progress("slice", cut.nbytes) as progress:
-    slicing.write_slice(out, cut, progress.add)
+    slicing.write_slice(out, cut, progress.add, overwrite=overwrite)
 
 
 def _experts(text: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,7 +37,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
   how_much = parser.add_mutually_exclusive_group()
   how_much.add_argument("--all", action="store_true", help="compare every value (the default)")
   how_much.add_argument("--sample", type=int, metavar="N", help="compare N chunks, the same ones each time")
-  parser.add_argument("--report", metavar="FILE.json", help="file to write the report to")
+  parser.add_argument("--report", metavar="FILE.json", help="file to write the report to, outside SRC and OUT")
   parser.add_argument(
     "--workers", type=int, metavar="N", help="chunks compared at a time (default: the CPUs, at most 4)"
   )
@@ -56,13 +55,14 @@ def run(args: argparse.Namespace) -> int:
     if value is not None and value < 1:
       raise InputError(f"{flag} is {value}, expected 1 or more")
   if args.report is not None:
-    check_writable(args.report)
+    check_writable(args.report, outside=(args.src, args.out))
   from kimi_k3.convert import index, reader, verify  # Late: --help must not wait for TensorStore.
   from kimi_k3.convert.faults import MAX_LISTED
+  from kimi_k3.convert.progress import say
 
   with index.open_source(args.src) as source:
     for note in source.notes:
-      print(note, file=sys.stderr)
+      say(note)
     out = reader.open_output(args.out)
     workers = args.workers or min(4, os.cpu_count() or 1)
     report = verify.verify(source, out, sample=args.sample, workers=workers)

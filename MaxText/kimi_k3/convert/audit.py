@@ -22,7 +22,7 @@ import yaml
 
 from kimi_k3 import checksums, layout, maxtext_keys, resources
 from kimi_k3.config import KimiK3Config, text_config
-from kimi_k3.convert import plan, slicing, storage
+from kimi_k3.convert import appear, plan, slicing, storage
 from kimi_k3.convert.faults import MAX_LISTED
 from kimi_k3.convert.index import INDEX_FILE, Source, StoredTensor
 from kimi_k3.errors import InputError
@@ -159,12 +159,13 @@ def is_output(directory: str | Path) -> bool:
   """
   if "://" in str(directory):  # Only conversions are read from buckets.
     return True
+  appear.local(directory)  # Refuses what is no path at all.
   directory = Path(directory)
   if not directory.is_dir():
     _refuse_absent(directory)
   if (directory / slicing.MARKER).exists():
     raise InputError(f"{directory}: what an unfinished `kimi-k3 slice` left; run the same command again")
-  own = (checksums.RECORD, "0", ".unfinished", "plan.json")
+  own = (checksums.RECORD, "0", ".unfinished/plan.json", "plan.json")
   if any((directory / name).exists() for name in own):
     if (directory / "plan.json").exists() and not (directory / checksums.RECORD).exists():
       raise InputError(f"{directory}: an unfinished conversion; run the same `kimi-k3 convert` again")
@@ -382,7 +383,7 @@ def audit_output(out: str | Path) -> OutputAudit:
     by_dtype[array.dtype] += Count(1, math.prod(array.shape) * _item_bytes(array.dtype))
   total = sum(by_dtype.values(), Count())
   record = opened.record
-  faults = [*_array_faults(opened), *_listed_faults(tree, arrays.held)]
+  faults = [*_array_faults(opened), *_listed_faults(tree, arrays.held), *opened.data_faults()]
   for what, said, found in (("leaves", record["leaves"], total.tensors), ("bytes", record["bytes"], total.bytes)):
     if said != found:
       faults.append(f"{checksums.RECORD} says {said} {what}, the arrays have {found}")

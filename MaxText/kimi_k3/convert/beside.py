@@ -20,9 +20,9 @@ from typing import Any
 from kimi_k3.convert import appear, store
 from kimi_k3.convert.faults import listed
 from kimi_k3.convert.progress import say
+from kimi_k3.convert.unfinished import PARTIAL_SUFFIX
 from kimi_k3.errors import InputError
 
-SUFFIX = ".partial"
 _LOCK, _OUT, _REPLACED = "lock", "out", "replaced"
 _TEMPORARY = ".tmp"  # What follows the name of a file that is being written.
 
@@ -52,7 +52,7 @@ class Beside:
     Raises:
       InputError: if `target` is too long a name for what stands beside it.
     """
-    self.target, self.root = target, appear.local(target.with_name(target.name + SUFFIX))
+    self.target, self.root = target, appear.local(target.with_name(target.name + PARTIAL_SUFFIX))
     self.out, self.notes, self._replaced = self.root / _OUT, self.root / "notes", self.root / _REPLACED
     self._state, self._what = state, what
     self._store = store.LocalStore(self.root)
@@ -118,6 +118,10 @@ class Beside:
       if self._replaced.is_dir() and not os.path.lexists(self.target):
         self._replaced.rename(self.target)
         appear.sync(self.target.parent)
+      if self.committed():
+        self._remove_replaced()
+        self._clear()
+        self._store.delete(self._state)
       yield
 
   def begin(self, identity: Any, files: Iterable[str]) -> None:
@@ -145,7 +149,6 @@ class Beside:
     Raises:
       Kept: if the target is not as it was.
     """
-    self.target.parent.mkdir(parents=True, exist_ok=True)
     try:
       appear.put(self.out, self.target, before, self._replaced)
     except InputError as error:
@@ -153,10 +156,9 @@ class Beside:
     self.remove()
 
   def remove(self) -> None:
-    """Removes everything, after the commit or before any work; the state last, so that a kill is told from strangers."""
+    """Removes everything, the state after what it names, so that what a kill leaves is told from strangers."""
     if self.committed():
-      shutil.rmtree(self.out, ignore_errors=True)  # By then it is what was at the target.
-      shutil.rmtree(self._replaced, ignore_errors=True)
+      self._remove_replaced()
     with contextlib.suppress(OSError):
       self._clear()
     for path in (*self.root.glob(f"{self._state}*"), self.root / _LOCK):
@@ -169,15 +171,22 @@ class Beside:
 
   def tidy(self) -> None:
     """Removes what a kill after the commit left, and nothing else."""
-    if self.root.is_dir() and (self.committed() or _names(self.root) == [_LOCK]):
+    if self.root.is_dir() and (self.committed() or set(_names(self.root)) <= {_LOCK}):
       with contextlib.suppress(InputError), self.lock():
         self.remove()
 
-  def drop_temporaries(self) -> None:
-    """Removes files that were being written."""
+  def resume(self) -> None:
+    """Goes on with the work that `begin` recorded: files that were being written are removed."""
+    self.out.mkdir(exist_ok=True)
+    files = (self.state() or {}).get("files", {})
     for name in _names(self.out):
-      if _TEMPORARY in name and not self._strangers([name.partition(_TEMPORARY)[0]]):
-        (self.out / name).unlink(missing_ok=True)
+      if name not in files:
+        (self.out / name).unlink()
+
+  def _remove_replaced(self) -> None:
+    """After the commit: what was at the target, which is still in `out` right after an exchange."""
+    for path in (self.out, self._replaced):
+      shutil.rmtree(path, ignore_errors=True)
 
   def _clear(self) -> None:
     """Removes `out` and `notes`, in them what the state names."""

@@ -2,31 +2,34 @@
 
 Everything is planned from the record first: which tensor stands at which byte of which shard. Then shards are written
 one after the other, each by several workers, a chunk of OUT at a time: a chunk holds whole rows of a stored tensor,
-which follow each other in the shard. A shard that is done is renamed; HF_DIR.partial becomes HF_DIR when all are.
+which follow each other in the shard. A shard that is done is renamed, and two kinds of checksums are noted for it: of
+the chunks that were read, which must give the recorded ones of their leaves, and of the bytes that were written, by
+which a later run knows it again. All is made in HF_DIR.partial/out, which becomes HF_DIR at the end.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import math
 import os
-import shutil
-import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import google_crc32c
+import numpy as np
+
+from kimi_k3 import checksums
 from kimi_k3.config import text_config
-from kimi_k3.convert import chunks, index, mapping, output, plan, storage, store, transforms, unfinished
+from kimi_k3.convert import appear, chunks, index, mapping, output, plan, storage, store, transforms
+from kimi_k3.convert.beside import Beside, Kept
 from kimi_k3.convert.chunks import Chunk
 from kimi_k3.convert.faults import listed, refuse_any
-from kimi_k3.convert.index import DTYPES, INDEX_FILE, LENGTH_BYTES, Source, StoredTensor
+from kimi_k3.convert.index import DTYPES, INDEX_FILE, LENGTH_BYTES, MAX_HEADER_BYTES, Source, StoredTensor
 from kimi_k3.convert.mapping import Leaf, Piece, Shape
-from kimi_k3.convert.progress import Progress
+from kimi_k3.convert.progress import Progress, say
 from kimi_k3.convert.reader import Output, chunk_faults, differing_arrays
 from kimi_k3.convert.transforms import Transform
 from kimi_k3.convert.write import leaf_name, run_all
@@ -38,7 +41,7 @@ METADATA_KEY = "kimi_k3_export"  # in the index: what was
 _WRITER = 1  # Of the bytes: a shard of another writer is not kept.
 _ALIGNMENT = 8  # A header is padded with spaces to a multiple of this, as the safetensors library does.
 _COPY_BYTES = 64 * 1024 * 1024  # Of a vision tensor, read at a time.
-_LOCK = "lock"
+_CHECK_BYTES = 8 * 1024 * 1024  # Of a shard of an earlier run, read at a time.
 _DECODED_EXPERTS = r"re:.*\.experts\.\d+\.w[123]$"  # Matches no shared_experts, which may stay packed.
 
 
@@ -65,6 +68,42 @@ class Tensor(NamedTuple):
   def nbytes(self) -> int:
     """Size of its data."""
     return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+class Part(NamedTuple):
+  """What one worker writes at a time: rows of a tensor, made of a chunk of its leaf or copied from the vision source.
+
+  Attributes:
+    tensor: Which.
+    chunk: Of its leaf; None for a vision tensor.
+    rows: The first, and the one after the last.
+  """
+
+  tensor: Tensor
+  chunk: Chunk | None
+  rows: tuple[int, int]
+
+  @property
+  def row_bytes(self) -> int:
+    """Size of a row."""
+    return self.tensor.nbytes // max(1, self.tensor.shape[0] if self.tensor.shape else 1)
+
+  @property
+  def offset(self) -> int:
+    """In the shard's file."""
+    return self.tensor.offset + self.rows[0] * self.row_bytes
+
+  @property
+  def nbytes(self) -> int:
+    """Size."""
+    return (self.rows[1] - self.rows[0]) * self.row_bytes
+
+
+class Note(NamedTuple):
+  """CRC-32C of the chunk that was read for a part, None of a vision tensor, and of the bytes that were written."""
+
+  chunk: int | None
+  written: int
 
 
 class Shard(NamedTuple):
@@ -124,6 +163,8 @@ def plan_export(out: Output, vision: Source | None, *, shard_bytes: int = DEFAUL
   _check_arrays(out)
   config = _config_bytes(out)
   tensors = [*_text_tensors(out), *(_vision_tensors(out, vision) if vision is not None else ())]
+  # No shard is larger than all tensors: a larger limit is none.
+  shard_bytes = min(shard_bytes, sum(tensor.nbytes for tensor in tensors))
   shards = _shards(tensors, shard_bytes)
   identity = {
     "writer": _WRITER,
@@ -158,6 +199,13 @@ def _check_arrays(out: Output) -> None:
   faults += [f"{name}: {reason}" for name, reason in (*arrays.damaged.items(), *chunk_faults(arrays).items())]
   faults += [f"{name}: {reason}" for name, reason in differing_arrays(out.leaves, arrays).items()]
   faults += [f"{name}: unexpected, the record implies no such leaf" for name in arrays.held if name not in names]
+  faults += out.data_faults()
+  recorded = out.record[checksums.FIELD]
+  faults += [f"{name}: no checksum recorded" for name in names if name not in recorded]
+  for leaf in out.leaves:
+    held, expected = arrays.held.get(leaf_name(leaf)), chunks.chunk_shape(leaf)
+    if held is not None and held.shape == leaf.shape and held.chunk_shape != expected:
+      faults.append(f"{leaf_name(leaf)}: in chunks of {list(held.chunk_shape)}, expected {list(expected)}")
   refuse_any(faults, f"{out.path} is damaged or not what its {output.RECORD} says; convert again")
 
 
@@ -210,6 +258,12 @@ def _vision_tensors(out: Output, source: Source) -> Iterator[Tensor]:
   found = [tensor for name, tensor in source.tensors.items() if name.startswith(storage.VISION_PREFIXES)]
   if not found:
     raise InputError(f"{source.directory}: holds no vision tensors ({', '.join(storage.VISION_PREFIXES)}*)")
+  recorded = out.record["source"]
+  if (plan.fingerprint(source), source.sample()) != (recorded["fingerprint"], recorded["sample"]):
+    raise InputError(
+      f"{source.directory}: its headers or weights are not those that {out.path} was made from: vision tensors must "
+      "come from the checkpoint that was converted"
+    )
   for tensor in sorted(found, key=lambda tensor: (tensor.shard, tensor.offset)):
     yield Tensor(tensor.name, tensor.dtype, tensor.shape, None, None)
 
@@ -240,6 +294,11 @@ def _shard(number: int, count: int, group: Sequence[Tensor]) -> Shard:
     at += tensor.nbytes
   text = json.dumps(header, separators=(",", ":")).encode()
   text += b" " * (-len(text) % _ALIGNMENT)
+  if len(text) > MAX_HEADER_BYTES:
+    raise InputError(
+      f"--shard-size: {len(group):,} tensors in one shard, a header of {len(text):,} bytes, expected at most "
+      f"{MAX_HEADER_BYTES:,}: give a smaller size"
+    )
   whole = len(text).to_bytes(LENGTH_BYTES, "little") + text
   placed = [tensor._replace(offset=len(whole) + header[tensor.name]["data_offsets"][0]) for tensor in ordered]
   return Shard(f"model-{number:05d}-of-{count:06d}.safetensors", whole, tuple(placed))
@@ -253,33 +312,55 @@ def _index(shards: Sequence[Shard], identity: Mapping[str, Any]) -> bytes:
 
 
 def check_target(target: str | Path, export: Export, *, overwrite: bool) -> bool:
-  """Returns whether `target` already holds this very export.
+  """Returns whether `target` already holds this very export, complete, so that nothing is to be written.
 
   Raises:
-    InputError: if it holds anything that must not be replaced, or lies in OUT or in the vision source (or these in it).
+    InputError: if it holds anything that must not be replaced, or lies in OUT or in a source (or these in it), or if
+      anything but an unfinished export stands beside it.
   """
   if store.is_url(str(target)):
     raise InputError(f"{target}: HF_DIR is a local directory, no URL")
-  target = Path(target)
-  here = target.resolve()
-  for other in (export.out.path, export.vision and str(export.vision.directory.resolve())):
-    if other and not store.is_url(other) and (here.is_relative_to(other) or Path(other).is_relative_to(here)):
+  here = appear.local(target)
+  for other in _read_places(export):
+    if here.is_relative_to(other) or other.is_relative_to(here):
       raise InputError(f"{target}: the same as {other} or inside each other, choose another HF_DIR")
-  if not os.path.lexists(target):
-    return False
-  if not target.is_dir() or target.is_symlink():
+  if Path(target).is_symlink() or (here.exists() and not here.is_dir()):
     raise InputError(f"{target}: not a directory, choose another HF_DIR")
-  if not any(target.iterdir()):
+  place = Beside(here, STATE_FILE, "export")
+  place.check()
+  if not here.exists() or not any(here.iterdir()):
     return False
-  found = _identity_of(target)
+  found = _identity_of(here)
   if found is None:
     raise InputError(f"{target}: holds files, but no export: never overwritten; choose another HF_DIR")
-  complete = all(_size(target / shard.name) == shard.size for shard in export.shards)
-  if found == export.identity and complete:
+  fault = _incomplete(here, export) if found == export.identity else ""
+  if found == export.identity and not fault and (place.committed() or not overwrite):
     return True
+  if not overwrite and fault:
+    raise InputError(f"{target}: holds this export, but {fault}; give --overwrite to write it anew")
   if not overwrite:
     raise InputError(f"{target}: holds another export; give --overwrite to replace it or choose another HF_DIR")
   return False
+
+
+def _read_places(export: Export) -> Iterator[Path]:
+  """Local directories that an export reads from, or that what it reads was made from."""
+  if not store.is_url(export.out.path):
+    yield Path(export.out.path)
+  if export.vision is not None:
+    yield export.vision.directory.resolve()
+  made_from = export.out.record["source"].get("directory")
+  if isinstance(made_from, str) and made_from and Path(made_from).is_dir():
+    yield Path(made_from).resolve()
+
+
+def _incomplete(target: Path, export: Export) -> str:
+  """What of this export is missing or differs, as far as that shows without reading shards; empty for nothing."""
+  faults = [shard.name for shard in export.shards if _size(target / shard.name) != shard.size]
+  for name, data in export.files.items():
+    if _size(target / name) != len(data) or (target / name).read_bytes() != data:
+      faults.append(name)
+  return f"{listed(faults)} is missing or not what was written" if faults else ""
 
 
 def _identity_of(directory: Path) -> Any:
@@ -297,101 +378,181 @@ def _size(path: Path) -> int | None:
 def export(target: str | Path, planned: Export, *, workers: int, overwrite: bool) -> int:
   """Carries out the plan and returns how many shards an earlier run had finished.
 
-  Call `check_target` before. An error or Ctrl-C leaves `target` as it was, and HF_DIR.partial with the shards that are
-  done; the next run of the same export goes on from there.
+  An error, Ctrl-C or a kill leaves `target` as it was, and HF_DIR.partial with the shards that are done; the next run
+  of the same export goes on from there.
 
   Raises:
-    InputError: naming what stopped it: a chunk that cannot be read, the disk, another export.
+    InputError: naming what stopped it: what `check_target` refuses, a chunk that cannot be read or is not what was
+      converted, the disk, another export, a file that someone put at `target` meanwhile.
   """
-  target = Path(target).resolve()
-  partial = store.LocalStore(target.with_name(target.name + unfinished.PARTIAL_SUFFIX))
-  with _locked(partial):
+  place = Beside(appear.local(target), STATE_FILE, "export")
+  with place.lock():
     try:
-      done = _begin(partial, planned, overwrite=overwrite)
-      todo = [shard for shard in planned.shards if shard.name not in done]
-      _check_space(partial, sum(shard.size for shard in todo))
-      _write_shards(partial.root, planned, todo, workers)
+      before = appear.contents(place.target)
+      check_target(target, planned, overwrite=overwrite)  # Again: from `before` on, nothing goes unnoticed.
+      done = _begin(place, planned, workers, overwrite=overwrite)
+      _write_shards(place, planned, done, workers)
       for name, data in planned.files.items():
-        partial.write(name, [data])
-      _check_result(partial.root, planned)
-    except BaseException:  # Ctrl-C too
-      _leave(partial, planned)
+        store.LocalStore(place.out).write(name, [data])
+      _check_result(place.out, planned)
+      place.finish()
+      place.put(before)
+    except Kept:
       raise
-    _appear(partial.root, target)
+    except BaseException:  # Ctrl-C too
+      _leave(place, planned)
+      raise
   return len(done)
 
 
-@contextlib.contextmanager
-def _locked(partial: store.LocalStore) -> Iterator[None]:
-  with contextlib.ExitStack() as stack:
-    try:
-      stack.enter_context(partial.lock(_LOCK))
-    except store.Locked as error:
-      raise InputError(
-        f"{partial.root}: another export is writing there, wait for it or choose another HF_DIR"
-      ) from error
-    yield
+def tidy(target: str | Path) -> None:
+  """Removes what a kill right after the commit left beside a finished `target`."""
+  Beside(appear.local(target), STATE_FILE, "export").tidy()
 
 
-def _begin(partial: store.LocalStore, planned: Export, *, overwrite: bool) -> set[str]:
-  """Makes the directory ours and returns the names of the shards that are done already."""
-  strangers = [name for name in partial.names() if name != _LOCK]
-  content = partial.read(STATE_FILE)
-  if content is None and strangers:
+def _begin(place: Beside, planned: Export, workers: int, *, overwrite: bool) -> dict[str, list[Note]]:
+  """Makes the directory ours and returns the notes of the shards that are done already."""
+  state = place.state()
+  if state and state.get("identity") == planned.identity:
+    place.resume()
+    done = _kept(place, planned, workers)
+    say(f"{place.root}: {len(done)} of {len(planned.shards)} shards were done before and are kept")
+    return done
+  if state and not overwrite:
     raise InputError(
-      f"{partial.root}: holds {strangers[0]}, but no {STATE_FILE}: no export; remove it or choose another"
+      f"{place.root}: an unfinished export of something else; --overwrite gives it up, or choose another HF_DIR"
     )
-  if content is not None and _parsed(content) != planned.identity:
-    if not overwrite:
-      raise InputError(
-        f"{partial.root}: an unfinished export of something else; --overwrite gives it up, or choose another HF_DIR"
-      )
-    for name in strangers:
-      partial.delete(name)
-    content = None
-  if content is None:
-    partial.write(STATE_FILE, [json.dumps(dict(planned.identity)).encode()])
-    return set()
-  done = {shard.name for shard in planned.shards if _is_done(partial.root / shard.name, shard)}
-  for name in strangers:  # A shard that was being written, and small files: these are written again.
-    if name not in done and name != STATE_FILE:
-      partial.delete(name)
-  print(f"{partial.root}: {len(done)} of {len(planned.shards)} shards were done before and are kept", file=sys.stderr)
-  return done
+  place.begin(planned.identity, [*(shard.name for shard in planned.shards), *planned.files])
+  return {}
 
 
-def _parsed(content: bytes) -> Any:
+def _kept(place: Beside, planned: Export, workers: int) -> dict[str, list[Note]]:
+  """The shards of an earlier run that hold, by their checksums, what it wrote. Others are removed."""
+  there = [shard for shard in planned.shards if (place.out / shard.name).exists()]
+  kept: dict[str, list[Note]] = {}
+  with Progress("check", sum(shard.size for shard in there)) as progress:
+
+    def check(number: int) -> None:
+      shard = there[number]
+      notes = _noted(place, shard)
+      if notes is not None and _holds(place.out / shard.name, shard, notes):
+        kept[shard.name] = notes
+      else:
+        say(f"{place.out / shard.name}: not what was written, or not noted: written again")
+        _drop(place, shard)
+      progress.add(shard.size)
+
+    run_all(range(len(there)), check, workers)
+  return kept
+
+
+def _noted(place: Beside, shard: Shard) -> list[Note] | None:
+  """What an earlier run noted of a shard when it was done."""
   try:
-    return json.loads(content)
-  except ValueError:
+    notes = [Note(*note) for note in json.loads((place.notes / f"{shard.name}.json").read_bytes())]
+  except (OSError, ValueError, TypeError):
     return None
+  return notes if len(notes) == sum(1 for _ in _parts(shard)) else None
 
 
-def _is_done(path: Path, shard: Shard) -> bool:
-  """Whether a shard stands there under its final name, which it got when all of it was on the disk."""
+def _holds(path: Path, shard: Shard, notes: Sequence[Note]) -> bool:
+  """Whether a shard has the header and the checksums that were noted."""
   if _size(path) != shard.size:
     return False
-  with path.open("rb") as file:
-    return file.read(len(shard.header)) == shard.header
+  try:
+    with path.open("rb", buffering=0) as file:
+      if os.pread(file.fileno(), len(shard.header), 0) != shard.header:
+        return False
+      pairs = zip(_parts(shard), notes, strict=True)
+      return all(_file_checksum(file.fileno(), part.offset, part.nbytes) == note.written for part, note in pairs)
+  except OSError:
+    return False
 
 
-def _check_space(partial: store.LocalStore, nbytes: int) -> None:
-  free = partial.free()
-  print(f"{partial.root.parent}: {nbytes:,} bytes to write, {free:,} free", file=sys.stderr)
+def _file_checksum(descriptor: int, offset: int, nbytes: int) -> int:
+  found = 0
+  for at in range(offset, offset + nbytes, _CHECK_BYTES):
+    found = google_crc32c.extend(found, os.pread(descriptor, min(_CHECK_BYTES, offset + nbytes - at), at))
+  return found
+
+
+def _drop(place: Beside, shard: Shard) -> None:
+  (place.notes / f"{shard.name}.json").unlink(missing_ok=True)
+  (place.out / shard.name).unlink(missing_ok=True)
+
+
+class _Leaves:
+  """The checksums of OUT's chunks as they are read, gathered from all shards."""
+
+  def __init__(self, out: Output):
+    self._recorded = out.record[checksums.FIELD]
+    self._grids = {leaf_name(leaf): np.zeros(_grid(leaf), np.uint32) for leaf in out.leaves}
+    self._left = {name: grid.size for name, grid in self._grids.items()}
+
+  def add(self, shard: Shard, notes: Sequence[Note]) -> dict[str, str]:
+    """Takes in a shard. Returns, by name, the leaves that it completes and that are not as recorded."""
+    faults = {}
+    for part, note in zip(_parts(shard), notes, strict=True):
+      if part.tensor.leaf is None or part.chunk is None:
+        continue
+      assert note.chunk is not None
+      name = leaf_name(part.tensor.leaf)
+      self._grids[name][part.chunk.index] = note.chunk
+      self._left[name] -= 1
+      if self._left[name] == 0:
+        found = checksums.leaf_checksum(map(int, self._grids[name].reshape(-1)))
+        if found != self._recorded[name]:
+          faults[name] = f"{name}: checksum {found}, recorded {self._recorded[name]}"
+    return faults
+
+
+def _grid(leaf: Leaf) -> Shape:
+  return tuple(-(-size // chunk) for size, chunk in zip(leaf.shape, chunks.chunk_shape(leaf), strict=True))
+
+
+def _refuse_leaves(place: Beside, planned: Export, faults: Mapping[str, str]) -> None:
+  """Raises if leaves are not what was converted. Shards made of them are not kept."""
+  if not faults:
+    return
+  for shard in planned.shards:
+    if any(tensor.leaf is not None and leaf_name(tensor.leaf) in faults for tensor in shard.tensors):
+      _drop(place, shard)
+  raise InputError(
+    f"{planned.out.path}: {listed(faults.values())}: OUT is not what was converted: run `kimi-k3 verify SRC OUT`, "
+    "convert again"
+  )
+
+
+def _check_space(place: Beside, nbytes: int) -> None:
+  free = store.LocalStore(place.root).free()
+  say(f"{place.root.parent}: {nbytes:,} bytes to write, {free:,} free")
   if free < nbytes:
-    raise InputError(f"{partial.root.parent}: {free:,} bytes free, the export takes {nbytes:,}: choose another HF_DIR")
+    raise InputError(f"{place.root.parent}: {free:,} bytes free, the export takes {nbytes:,}: choose another HF_DIR")
 
 
-def _write_shards(directory: Path, planned: Export, todo: Sequence[Shard], workers: int) -> None:
+def _write_shards(place: Beside, planned: Export, done: Mapping[str, list[Note]], workers: int) -> None:
+  """Writes the shards that are not done. A leaf is compared with its record as soon as all its shards are there."""
+  todo, leaves = [shard for shard in planned.shards if shard.name not in done], _Leaves(planned.out)
+  _check_space(place, sum(shard.size for shard in todo))
+  for shard in planned.shards:
+    if shard.name in done:
+      _refuse_leaves(place, planned, leaves.add(shard, done[shard.name]))
   total = sum(tensor.nbytes for shard in todo for tensor in shard.tensors)
   with Progress("export", total) as progress:
     for shard in todo:
-      _write_shard(directory, planned, shard, workers, progress)
+      notes = _write_shard(place.out, planned, shard, workers, progress)
+      store.LocalStore(place.notes).write(f"{shard.name}.json", [json.dumps(notes).encode()])
+      _refuse_leaves(place, planned, leaves.add(shard, notes))
+  if planned.vision is not None:
+    for name in sorted({tensor.shard for tensor in planned.vision.tensors.values()}):
+      planned.vision.check_unchanged(name)
 
 
-def _write_shard(directory: Path, planned: Export, shard: Shard, workers: int, progress: Progress) -> None:
-  temporary, lock, written = directory / f"{shard.name}.tmp", threading.Lock(), len(shard.header)
-  parts = list(_parts(shard))
+def _write_shard(directory: Path, planned: Export, shard: Shard, workers: int, progress: Progress) -> list[Note]:
+  """Writes a shard and returns the notes of its parts."""
+  temporary, parts = directory / f"{shard.name}.tmp", list(_parts(shard))
+  assert len(shard.header) + sum(part.nbytes for part in parts) == shard.size, f"{shard.name}: parts of another size"
+  notes: dict[int, Note] = {}
   try:
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
@@ -399,46 +560,47 @@ def _write_shard(directory: Path, planned: Export, shard: Shard, workers: int, p
       _write_at(descriptor, shard.header, 0)
 
       def work(number: int) -> None:
-        nonlocal written
-        offset, data = _made(planned, *parts[number])
-        _write_at(descriptor, data, offset)
-        with lock:
-          written += len(data)
-        progress.add(len(data))
+        part = parts[number]
+        data, checksum = _made(planned, part)
+        assert data.nbytes == part.nbytes, f"{part.tensor.name}: {data.nbytes} bytes made of {part.nbytes}"
+        _write_at(descriptor, memoryview(data), part.offset)
+        notes[number] = Note(checksum, google_crc32c.value(data))
+        progress.add(data.nbytes)
 
       run_all(range(len(parts)), work, workers)
-      assert written == shard.size, f"{shard.name}: {written} bytes written of {shard.size}"
       os.fsync(descriptor)
     finally:
       os.close(descriptor)
     temporary.rename(directory / shard.name)
   except OSError as error:
     raise InputError(f"{directory / shard.name}: cannot be written ({error.strerror}): is the disk full?") from error
+  return [notes[number] for number in range(len(parts))]
 
 
-def _parts(shard: Shard) -> Iterator[tuple[Tensor, Chunk | None, tuple[int, int]]]:
-  """What one worker does at a time: a tensor, the chunk of its leaf, and which of its rows that gives."""
+def _parts(shard: Shard) -> Iterator[Part]:
+  """All parts of a shard, always in the same order."""
   for tensor in shard.tensors:
     if tensor.leaf is not None and tensor.piece is not None:
-      yield from ((tensor, chunk, chunk.rows) for chunk in chunks.piece_chunks(tensor.leaf, tensor.piece))
+      yield from (Part(tensor, chunk, chunk.rows) for chunk in chunks.piece_chunks(tensor.leaf, tensor.piece))
       continue
     rows = tensor.shape[0] if tensor.shape else 1
     step = max(1, _COPY_BYTES * rows // max(1, tensor.nbytes))
-    yield from ((tensor, None, (start, min(start + step, rows))) for start in range(0, rows, step))
+    yield from (Part(tensor, None, (start, min(start + step, rows))) for start in range(0, rows, step))
 
 
-def _made(planned: Export, tensor: Tensor, chunk: Chunk | None, rows: tuple[int, int]) -> tuple[int, memoryview]:
-  """The bytes of some rows of a tensor, and where in the shard they go."""
+def _made(planned: Export, part: Part) -> tuple[np.ndarray, int | None]:
+  """The bytes of a part, and the checksum of the chunk of OUT that they were made from."""
+  tensor, chunk, rows = part
   if chunk is None:
     assert planned.vision is not None
     data = planned.vision.read(tensor.name, *rows) if tensor.shape else planned.vision.read(tensor.name)
-  else:
-    assert tensor.leaf is not None
-    shape = (rows[1] - rows[0], *tensor.shape[1:])
-    part = planned.out.read_chunk(tensor.leaf, chunk)
-    data = transforms.invert(tensor.leaf.transform, part.reshape(chunk.shape[len(chunk.piece.index) :]), shape)
-  row_bytes = tensor.nbytes // max(1, tensor.shape[0] if tensor.shape else 1)
-  return tensor.offset + rows[0] * row_bytes, memoryview(data.reshape(-1).view("u1"))
+    return data.reshape(-1).view(np.uint8), None
+  assert tensor.leaf is not None
+  read = planned.out.read_chunk(tensor.leaf, chunk)
+  checksum = checksums.chunk_checksum(checksums.filled(read, chunks.chunk_shape(tensor.leaf)))
+  shape = (rows[1] - rows[0], *tensor.shape[1:])
+  data = transforms.invert(tensor.leaf.transform, read.reshape(chunk.shape[len(chunk.piece.index) :]), shape)
+  return np.ascontiguousarray(data).reshape(-1).view(np.uint8), checksum
 
 
 def _write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
@@ -462,29 +624,12 @@ def _described(tensor: StoredTensor) -> tuple[str, Shape, int]:
   return tensor.dtype, tensor.shape, tensor.offset
 
 
-def _leave(partial: store.LocalStore, planned: Export) -> None:
+def _leave(place: Beside, planned: Export) -> None:
   """After a failure: finished shards stay; without any, nothing does."""
-  for path in partial.root.glob("*.tmp*"):
-    path.unlink(missing_ok=True)
-  content = partial.read(STATE_FILE)
-  if content is None or _parsed(content) != planned.identity:
+  state = place.state()
+  if state and state.get("identity") != planned.identity:
     return  # Another export's, which we were not to touch.
-  if not any((partial.root / shard.name).exists() for shard in planned.shards):
-    shutil.rmtree(partial.root, ignore_errors=True)
-
-
-def _appear(partial: Path, target: Path) -> None:
-  """Renames the finished directory; an export that was there goes away only after that."""
-  for name in (STATE_FILE, _LOCK):
-    (partial / name).unlink(missing_ok=True)
-  old = target.with_name(f"{target.name}.replaced")
-  if replaced := target.exists() and any(target.iterdir()):
-    target.rename(old)
-  try:
-    partial.rename(target)
-  except BaseException:
-    if replaced:
-      old.rename(target)
-    raise
-  if replaced:
-    shutil.rmtree(old)
+  if state and any((place.out / shard.name).exists() for shard in planned.shards):
+    place.resume()
+  else:
+    place.remove()

@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 import threading
+import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ import tensorstore as ts
 
 from kimi_k3 import checksums
 from kimi_k3.config import KimiK3Config
-from kimi_k3.convert import chunks, mapping, output, store, unfinished
+from kimi_k3.convert import appear, chunks, mapping, output, store, unfinished
 from kimi_k3.convert.faults import listed
 from kimi_k3.convert.mapping import Leaf, Shape, StoredForm
 from kimi_k3.convert.write import KEY_PREFIX, leaf_name
@@ -31,6 +32,7 @@ from kimi_k3.errors import InputError
 NODE_CACHE_BYTES = 64 * 1024 * 1024  # 64 MiB: OCDBT's index; half a million keys take some 30 MB of nodes.
 _ARRAY_FILE = "zarr.json"
 _REASON_LENGTH = 160  # characters of TensorStore's message, which names the file at every level and the reason last
+_NODES = 16  # Of that index, read at a time where all are looked at: some MB each, decoded.
 _AGAIN = "convert again"
 
 
@@ -134,6 +136,46 @@ class Output:
         damaged[name] = f"its {_ARRAY_FILE} cannot be read ({str(error)[:_REASON_LENGTH]})"
     return Arrays(held, damaged, tuple(strays))
 
+  def data_ends(self) -> dict[str, int]:
+    """Returns of each file of the database, named below it, how many bytes its index refers to. Reads the index alone.
+
+    Raises:
+      UnreadableError: if the index cannot be read.
+    """
+    local = {"driver": "file", "path": f"{self._items}/"}
+    ends: dict[str, int] = {}
+    try:
+      base = ts.KvStore.open(f"{self._items}/" if store.is_url(self._items) else local, context=self._context).result()
+      root = ts.ocdbt.dump(base, context=self._context).result()["versions"][-1]["root"].get("location")
+      nodes = [root] if root else []
+      while nodes:
+        some, nodes = nodes[-_NODES:], nodes[:-_NODES]
+        places = list(some)
+        for future in [ts.ocdbt.dump(base, node, context=self._context) for node in some]:
+          entries = future.result()["entries"]
+          nodes += [entry["location"] for entry in entries if "location" in entry]
+          places += [entry["indirect_value"] for entry in entries if "indirect_value" in entry]
+        for place in places:  # kind:directory:path:offset:length
+          _, directory, path, offset, length = place.split(":")
+          name = urllib.parse.unquote(directory + path)
+          ends[name] = max(ends.get(name, 0), int(offset) + int(length))
+    except (ValueError, OSError, KeyError, TypeError, IndexError) as error:
+      raise UnreadableError(f"{self._items}: the index of its keys cannot be read ({error}); {_AGAIN}") from error
+    return ends
+
+  def data_faults(self) -> list[str]:
+    """Returns which files of the database are missing or end too early; of a bucket only which are missing."""
+    sizes = store.open_store(self.path).sizes(f"{unfinished.ITEMS}/")
+    faults = []
+    for name, end in sorted(self.data_ends().items()):
+      path = f"{unfinished.ITEMS}/{name}"
+      size = sizes.get(path)
+      if path not in sizes:
+        faults.append(f"{path}: missing, {end:,} bytes of data expected")
+      elif size is not None and size < end:
+        faults.append(f"{path}: {size:,} bytes, at least {end:,} expected: cut short")
+    return faults
+
   def read(self, name: str, slices: tuple[slice, ...] = ()) -> np.ndarray:
     """Returns part of a leaf, contiguous. Each chunk's checksum is checked. Safe to call from several threads.
 
@@ -189,7 +231,8 @@ def open_output(out: str | Path) -> Output:
   """
   path = str(out)
   if not store.is_url(path):
-    path = str(Path(path).resolve())
+    path = str(appear.local(path))
+    _check_utf8(path)
   where, held = str(out), store.open_store(path)
   _refuse_unfinished(where, path, held)
   record_bytes = _read(held, output.RECORD)
@@ -214,11 +257,18 @@ def open_output(out: str | Path) -> Output:
   return Output(path, record, record_bytes, hf_config, config_bytes, config, form, scan, leaves, context)
 
 
+def _check_utf8(path: str) -> None:
+  try:
+    path.encode()
+  except UnicodeEncodeError as error:
+    raise InputError(f"{path!a}: a path that is not UTF-8, which TensorStore does not take: rename it") from error
+
+
 def _refuse_unfinished(where: str, path: str, held: store.Store) -> None:
   if path.rstrip("/").endswith(unfinished.PARTIAL_SUFFIX):
     raise InputError(f"{where}: an unfinished conversion by its name; run the same `kimi-k3 convert` again")
   state = unfinished.STATE_DIRECTORY
-  if (not store.is_url(path) and (Path(path) / state).exists()) or held.names(f"{state}/"):
+  if _read(held, f"{state}/{unfinished.PLAN}") is not None:
     raise InputError(f"{where}: holds {state}: an unfinished conversion; run the same `kimi-k3 convert` again")
 
 

@@ -10,29 +10,32 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import fcntl
 import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
+
 from kimi_k3.checksums import RECORD as CONVERSION_RECORD
 from kimi_k3.config import KimiK3Config, LayerKind
-from kimi_k3.convert import plan, storage
-from kimi_k3.convert.faults import refuse_any
-from kimi_k3.convert.index import DTYPES, INDEX_FILE, Source, StoredTensor, open_source
+from kimi_k3.convert import appear, plan, storage
+from kimi_k3.convert.beside import Beside, Kept
+from kimi_k3.convert.faults import listed
+from kimi_k3.convert.index import DTYPES, INDEX_FILE, MAX_HEADER_BYTES, Source, StoredTensor, open_source
+from kimi_k3.convert.store import LocalStore, is_url
 from kimi_k3.errors import InputError
 
 SCHEMA = 1
 RECORD = "slice.json"  # in OUT: what it was cut from
-MARKER = ".unfinished-slice"  # in the directory that becomes OUT, until it does
+MARKER = ".unfinished-slice"  # in OUT.partial: what is being cut
 SHARD_BYTES = 5_000_000_000  # 5 GB: what Hugging Face's tools take for one file.
 _ALIGNMENT = 8  # The safetensors library pads a header with spaces to whole words.
 _BLOCK_BYTES = 8 * 1024 * 1024  # 8 MiB: what is in memory of the tensors.
+_MANY_TENSORS = 100_000  # Fewer have a header far below the limit, of 100 MB.
 _COPIED_SUFFIXES = (".py", ".json", ".model", ".tiktoken", ".txt", ".jinja")  # tokenizer, code, templates
 _COPIED_STEMS = ("LICENSE", "NOTICE")
 _REWRITTEN = ("config.json", INDEX_FILE, RECORD, CONVERSION_RECORD)
@@ -74,6 +77,11 @@ class Slice:
   record: dict[str, Any]
 
   @property
+  def names(self) -> tuple[str, ...]:
+    """Of the shards, in the order of `files`."""
+    return tuple(f"model-{i:05d}-of-{len(self.files):06d}.safetensors" for i in range(1, len(self.files) + 1))
+
+  @property
   def nbytes(self) -> int:
     """Bytes of all tensors."""
     return sum(tensor.nbytes for tensor in self.source.tensors.values())
@@ -110,20 +118,24 @@ def make_slice(source: Source, options: Options) -> Slice:
     raise InputError(f"--experts is {experts}, expected 1 to {c.num_experts}, which is what each layer has")
   config = _config(source.config, c, layers, experts)
   tensors = _tensors(source, whole.form.prefix, layers, experts)
-  content = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+  content = json.dumps(config, indent=2) + "\n"
   cut = dataclasses.replace(source, config=config, config_bytes=content.encode(), tensors=tensors)
   planned = plan.make_plan(cut, plan.Options())
+  # No shard is larger than all tensors: a larger limit is none.
+  shard_bytes = min(options.shard_bytes, sum(tensor.nbytes for tensor in tensors.values()))
+  files = _files(tensors.values(), shard_bytes)
+  _check_headers(files, tensors)
   copied, left = _other_files(source.directory)
   return Slice(
     source=cut,
-    files=_files(tensors.values(), options.shard_bytes),
+    files=files,
     planned=planned,
     copied=copied,
     notes=tuple(_notes(source, c, planned.config, layers, left)),
     record={
       "schema": SCHEMA,
       "source": {"fingerprint": whole.fingerprint, "sample": source.sample()},
-      "options": {"layers": list(layers), "experts": experts, "shard_bytes": options.shard_bytes},
+      "options": {"layers": list(layers), "experts": experts, "shard_bytes": shard_bytes},
     },
   )
 
@@ -210,6 +222,16 @@ def _files(tensors: Iterable[StoredTensor], shard_bytes: int) -> tuple[tuple[str
   return tuple(tuple(tensor.name for tensor in file) for file in ordered)
 
 
+def _check_headers(files: Iterable[Sequence[str]], tensors: Mapping[str, StoredTensor]) -> None:
+  """The format has a limit for headers, which no reader would accept to be passed."""
+  for file in files:
+    if len(file) > _MANY_TENSORS and (size := len(_header([tensors[name] for name in file]))) > MAX_HEADER_BYTES:
+      raise InputError(
+        f"--shard-size: {len(file):,} tensors in one file, a header of {size:,} bytes, expected at most "
+        f"{MAX_HEADER_BYTES:,}: give a smaller size"
+      )
+
+
 def _other_files(directory: Path) -> tuple[tuple[str, ...], list[str]]:
   """Names of the files to copy, and of what is left behind."""
   copied, left = [], []
@@ -248,66 +270,174 @@ def _notes(
     yield f"not copied: {', '.join(left)}"
 
 
-def check_output(out: Path, source: Source, cut: Slice, *, overwrite: bool) -> bool:
-  """Returns whether `out` already holds this very slice.
+def check_output(out: str | Path, source: Source, cut: Slice, *, overwrite: bool) -> bool:
+  """Returns whether `out` already holds this very slice, complete, so that nothing is to be written.
 
   Raises:
-    InputError: if `out` holds anything else that must not be replaced, or lies in the source (or the source in it).
+    InputError: if `out` holds anything else that must not be replaced, or lies in the source (or the source in it), or
+      if anything but an unfinished slice stands beside it.
   """
-  here, there = out.resolve(), source.directory.resolve()
+  if is_url(str(out)):
+    raise InputError(f"{out}: OUT is a local directory, no URL")
+  here, there = appear.local(out), source.directory.resolve()
   if here.is_relative_to(there) or there.is_relative_to(here):
     raise InputError(f"{out}: OUT and SRC ({source.directory}) are the same or inside each other, choose another OUT")
-  if not out.exists() and not out.is_symlink():
-    return False
-  if not out.is_dir() or out.is_symlink():
+  return _holds(out, cut, overwrite=overwrite)
+
+
+def _holds(out: str | Path, cut: Slice, *, overwrite: bool) -> bool:
+  """`check_output` without a look at where the source is."""
+  here = appear.local(out)
+  if Path(out).is_symlink() or (here.exists() and not here.is_dir()):
     raise InputError(f"{out}: not a directory, choose another OUT")
-  if not any(out.iterdir()):
+  place = Beside(here, MARKER, "slice")
+  place.check()
+  if not here.exists() or not any(here.iterdir()):
     return False
-  if not (out / RECORD).is_file():
+  if not (here / RECORD).is_file():
     raise InputError(f"{out}: holds files but no {RECORD}: not a slice, never overwritten; choose another OUT")
   try:
-    record = json.loads((out / RECORD).read_bytes())
+    record = json.loads((here / RECORD).read_bytes())
   except (OSError, ValueError, RecursionError):
     record = None
   same = record == cut.record
-  if not same and not overwrite:
+  fault = _incomplete(here, cut) if same else ""
+  if same and not fault and (place.committed() or not overwrite):
+    return True
+  if not overwrite and fault:
+    raise InputError(f"{out}: holds this slice, but {fault}; give --overwrite to write it anew")
+  if not overwrite:
     raise InputError(f"{out}: holds another slice; give --overwrite to replace it or choose another OUT")
-  return same
+  return False
 
 
-def write_slice(out: Path, cut: Slice, progress: Callable[[int], Any]) -> list[str]:
-  """Writes the slice and puts it at `out`, replacing what is there. Call `check_output` before.
+def _incomplete(out: Path, cut: Slice) -> str:
+  """What of the slice is missing or differs, as far as that shows without reading tensors; empty for nothing."""
+  sizes = {}
+  for name, file in zip(cut.names, cut.files, strict=True):
+    tensors = [cut.source.tensors[tensor] for tensor in file]
+    sizes[name] = len(_header(tensors)) + sum(tensor.nbytes for tensor in tensors)
+  sizes |= {name: (cut.source.directory / name).stat().st_size for name in cut.copied}
+  faults = [name for name, size in sizes.items() if not (out / name).is_file() or (out / name).stat().st_size != size]
+  for name, content in _small_files(cut).items():
+    if not (out / name).is_file() or (out / name).read_bytes() != content:
+      faults.append(name)
+  return f"{listed(faults)} is missing or not what was written" if faults else ""
 
-  An error or Ctrl-C leaves `out` as it was and nothing beside it; what a kill leaves is removed by the next run.
+
+def _small_files(cut: Slice) -> dict[str, bytes]:
+  """The files that are made for the slice, by name; its record last."""
+  held = {tensor: name for name, file in zip(cut.names, cut.files, strict=True) for tensor in file}
+  index = {"metadata": {"total_size": cut.nbytes}, "weight_map": dict(sorted(held.items()))}
+  return {
+    INDEX_FILE: json.dumps(index, indent=2).encode() + b"\n",
+    "config.json": cut.source.config_bytes,
+    RECORD: json.dumps(cut.record, indent=2).encode() + b"\n",
+  }
+
+
+def free_bytes(out: str | Path) -> int:
+  """What the disk of `out` has left."""
+  return LocalStore(appear.local(out)).free()
+
+
+def tidy(out: str | Path) -> None:
+  """Removes what a kill right after the commit left beside a finished `out`."""
+  Beside(appear.local(out), MARKER, "slice").tidy()
+
+
+def write_slice(
+  out: str | Path, cut: Slice, progress: Callable[[int], Any], *, overwrite: bool = False
+) -> tuple[str, ...]:
+  """Writes the slice and puts it at `out`. Call `check_output` before, for what it says of the source.
+
+  An error or Ctrl-C leaves `out` as it was and nothing beside it; what a kill leaves is removed by the next run. Only
+  where somebody put something at `out` meanwhile is the finished slice kept beside it, for the next run to put there.
 
   Args:
     out: Where to.
     cut: What to write.
     progress: Called with a number of bytes when they are written.
+    overwrite: Replace another slice, or write this one anew.
 
   Returns:
     Names of the shards.
 
   Raises:
-    InputError: if the source changed meanwhile, or the disk takes no more.
+    InputError: if `out` holds anything that must not be replaced, the source changed meanwhile, or the disk takes no
+      more.
   """
-  out = out.resolve()
-  names = [f"model-{i + 1:05d}-of-{len(cut.files):06d}.safetensors" for i in range(len(cut.files))]
-  with _appearing(out, cut.nbytes) as directory, _storing(directory):
-    for name, file in zip(names, cut.files, strict=True):
-      _write_shard(directory / name, [cut.source.tensors[tensor] for tensor in file], cut.source, progress)
-    for shard in sorted({tensor.shard for tensor in cut.source.tensors.values()}):
-      cut.source.check_unchanged(shard)
-    for name in cut.copied:
-      shutil.copyfile(cut.source.directory / name, directory / name)
-    held = {tensor: name for name, file in zip(names, cut.files, strict=True) for tensor in file}
-    index = {"metadata": {"total_size": cut.nbytes}, "weight_map": dict(sorted(held.items()))}
-    _write_file(directory / INDEX_FILE, json.dumps(index, indent=2).encode() + b"\n")
-    _write_file(directory / "config.json", cut.source.config_bytes)
-    _write_file(directory / RECORD, json.dumps(cut.record, indent=2).encode() + b"\n")
-    with open_source(directory) as written:  # What is on the disk, not what was meant.
-      plan.make_plan(written, plan.Options())
-  return names
+  place = Beside(appear.local(out), MARKER, "slice")
+  with place.lock():
+    try:
+      before = appear.contents(place.target)
+      _holds(out, cut, overwrite=overwrite)  # Again: from `before` on, nothing goes unnoticed.
+      if not _is_finished(place, cut, overwrite=overwrite):
+        place.begin(cut.record, [*cut.names, *cut.copied, *_small_files(cut)])
+        _check_space(place, cut)
+        with _storing(place.out):
+          sums = _write_files(place.out, cut, progress)
+        place.finish(sums)
+      place.put(before)
+    except Kept:
+      raise
+    except BaseException:  # Ctrl-C too
+      if not (place.state() or {}).get("made"):  # A finished one of an earlier run stays.
+        place.remove()
+      raise
+  return cut.names
+
+
+def _is_finished(place: Beside, cut: Slice, *, overwrite: bool) -> bool:
+  """Whether an earlier run finished this slice and could not put it at its place."""
+  state = place.state() or {}
+  if not state.get("made"):
+    return False
+  if state.get("identity") != cut.record:
+    if not overwrite:
+      raise InputError(f"{place.root}: holds another finished slice, for the same OUT; --overwrite gives it up")
+    return False
+  return all(
+    place.out.joinpath(name).is_file() and _sum(place.out / name) == said for name, said in state["files"].items()
+  )
+
+
+def _sum(path: Path) -> int:
+  """CRC-32C of a file."""
+  found = 0
+  with path.open("rb", buffering=0) as file:
+    while block := file.read(_BLOCK_BYTES):
+      found = google_crc32c.extend(found, block)
+  return found
+
+
+def _check_space(place: Beside, cut: Slice) -> None:
+  free = free_bytes(place.root)
+  if free < cut.nbytes:
+    raise InputError(
+      f"{place.target.parent}: {free:,} bytes free, the slice takes {cut.nbytes:,}; make room or choose another OUT"
+    )
+
+
+def _write_files(directory: Path, cut: Slice, progress: Callable[[int], Any]) -> dict[str, int]:
+  """Writes everything and returns the CRC-32C of each file."""
+  sums = {}
+  for name, file in zip(cut.names, cut.files, strict=True):
+    tensors = [cut.source.tensors[tensor] for tensor in file]
+    sums[name] = _write_shard(directory / name, tensors, cut.source, progress)
+  for shard in sorted({tensor.shard for tensor in cut.source.tensors.values()}):
+    cut.source.check_unchanged(shard)
+  for name in cut.copied:
+    try:
+      content = (cut.source.directory / name).read_bytes()
+    except OSError as error:
+      raise InputError(f"{cut.source.directory / name}: cannot be read ({error.strerror})") from error
+    sums[name] = _write_file(directory / name, [content])
+  for name, content in _small_files(cut).items():
+    sums[name] = _write_file(directory / name, [content])
+  with open_source(directory) as written:  # What is on the disk, not what was meant.
+    plan.make_plan(written, plan.Options())
+  return sums
 
 
 def _header(tensors: Sequence[StoredTensor]) -> bytes:
@@ -322,22 +452,27 @@ def _header(tensors: Sequence[StoredTensor]) -> bytes:
   return len(data).to_bytes(8, "little") + data
 
 
-def _write_shard(path: Path, tensors: Sequence[StoredTensor], source: Source, progress: Callable[[int], Any]) -> None:
-  with open(path, "wb") as file:
-    file.write(_header(tensors))
+def _write_shard(path: Path, tensors: Sequence[StoredTensor], source: Source, progress: Callable[[int], Any]) -> int:
+  def blocks() -> Iterator[Any]:
+    yield _header(tensors)
     for tensor in tensors:
       for block in source.blocks(tensor.name, _BLOCK_BYTES):
-        file.write(block)
+        yield block
         progress(len(block))
-    file.flush()
-    os.fsync(file.fileno())
+
+  return _write_file(path, blocks())
 
 
-def _write_file(path: Path, content: bytes) -> None:
+def _write_file(path: Path, blocks: Iterable[Any]) -> int:
+  """Writes a file to stable storage and returns its CRC-32C."""
+  found = 0
   with open(path, "wb") as file:
-    file.write(content)
+    for block in blocks:
+      file.write(block)
+      found = google_crc32c.extend(found, bytes(block))
     file.flush()
     os.fsync(file.fileno())
+  return found
 
 
 @contextlib.contextmanager
@@ -348,80 +483,3 @@ def _storing(directory: Path) -> Iterator[None]:
     raise InputError(
       f"{directory}: cannot be written ({error.strerror}), nothing kept; make room or choose another OUT"
     ) from error
-
-
-@contextlib.contextmanager
-def _appearing(out: Path, nbytes: int) -> Iterator[Path]:
-  """A fresh directory beside `out` that becomes `out` at the end, or vanishes on an error."""
-  temporary = out.with_name(f"{out.name}.partial")
-  replaced = _inode(out)
-  try:
-    temporary.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(temporary, os.O_RDONLY)
-  except OSError as error:
-    raise InputError(f"{temporary}: cannot be created ({error.strerror}), choose another OUT") from error
-  try:
-    _lock(descriptor, temporary)
-    _make_empty(temporary, nbytes)
-    try:
-      yield temporary
-      (temporary / MARKER).unlink()
-      os.fsync(descriptor)
-      _swap(temporary, out, replaced)
-    except BaseException:  # Ctrl-C too
-      shutil.rmtree(temporary, ignore_errors=True)
-      raise
-  finally:
-    os.close(descriptor)
-
-
-def _inode(path: Path) -> int | None:
-  return path.stat().st_ino if path.exists() else None
-
-
-def _lock(descriptor: int, directory: Path) -> None:
-  """Makes the open `directory` ours, until it is closed or we are killed."""
-  try:
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError as error:
-    raise InputError(f"{directory}: another slice is being written there, wait for it or choose another OUT") from error
-  except OSError:
-    pass  # A file system without locks: nothing can be told.
-  if _inode(directory) != os.fstat(descriptor).st_ino:  # It was renamed between opening and locking.
-    raise InputError(f"{directory}: another slice was being written there and has just ended, start again")
-
-
-def _make_empty(directory: Path, nbytes: int) -> None:
-  """Removes what a killed slice left, and nothing else. Checks that the disk has room for `nbytes`."""
-  held = list(directory.iterdir())
-  if held and not any((directory / name).is_file() for name in (MARKER, RECORD)):
-    raise InputError(f"{directory}: holds {held[0].name}, which no slice left; remove it or choose another OUT")
-  try:
-    for path in held:
-      if path.name != MARKER:  # The last to go: without it, what is left would be a stranger's.
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    (directory / MARKER).touch()
-    free = shutil.disk_usage(directory).free
-  except OSError as error:
-    raise InputError(f"{directory}: cannot be emptied ({error.strerror}), choose another OUT") from error
-  if free < nbytes:
-    shutil.rmtree(directory, ignore_errors=True)
-    raise InputError(f"{directory.parent}: {free:,} bytes free, the slice takes {nbytes:,}; choose another OUT")
-
-
-def _swap(temporary: Path, out: Path, replaced: int | None) -> None:
-  """Renames `temporary` to `out`; what was there, the directory with inode `replaced`, goes away only after that."""
-  if _inode(out) != replaced:
-    raise InputError(f"{out}: changed meanwhile, nothing written; start again or choose another OUT")
-  if replaced is None or not any(out.iterdir()):
-    temporary.rename(out)
-    return
-  old = out.with_name(f"{out.name}.replaced")
-  refuse_any([str(old)] if old.exists() else [], "what an earlier --overwrite left: look at it and remove it")
-  out.rename(old)
-  try:
-    temporary.rename(out)
-  except BaseException:
-    old.rename(out)
-    raise
-  shutil.rmtree(old)

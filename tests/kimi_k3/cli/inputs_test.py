@@ -122,3 +122,57 @@ def test_a_directory_that_takes_no_files_is_told(tmp_path, monkeypatch):
   monkeypatch.setattr("tempfile.NamedTemporaryFile", refuse)
   with pytest.raises(InputError, match="cannot be written: Permission denied"):
     check_writable(str(tmp_path / "out.json"))
+
+
+def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path):
+  (tmp_path / "old").mkdir()
+  (tmp_path / "link").symlink_to("old/file")
+  check_writable(str(tmp_path / "link"))
+  write_whole(str(tmp_path / "link"), lambda file: file.write(b"new"))
+  assert (tmp_path / "link").is_symlink()
+  assert (tmp_path / "old/file").read_bytes() == b"new"
+
+
+def test_a_pipe_gets_all_of_it_or_nothing(tmp_path):
+  path = tmp_path / "pipe"
+  os.mkfifo(path)
+  check_writable(str(path))
+  reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+  def fail(file):
+    file.write(b"half")
+    raise ZeroDivisionError
+
+  with pytest.raises(ZeroDivisionError):
+    write_whole(str(path), fail)
+  write_whole(str(path), lambda file: file.write(b"whole"))
+  assert os.read(reader, 100) == b"whole"
+  os.close(reader)
+  assert path.is_fifo()
+
+
+def test_a_device_is_written_to_and_never_replaced():
+  before = Path("/dev/full").stat()
+  check_writable("/dev/full")
+  with pytest.raises(InputError, match="/dev/full: cannot be written: No space left on device"):
+    write_whole("/dev/full", lambda file: file.write(b"new"))
+  assert Path("/dev/full").stat().st_rdev == before.st_rdev
+
+
+def test_what_is_open_already_is_written_to_where_it_stands(tmp_path):
+  with (tmp_path / "file").open("wb", buffering=0) as file:
+    file.write(b"first, ")
+    for path in (f"/dev/fd/{file.fileno()}", f"/proc/self/fd/{file.fileno()}"):
+      check_writable(path)
+      write_whole(path, lambda made: made.write(b"then, "))
+    file.write(b"last")
+  assert (tmp_path / "file").read_bytes() == b"first, then, then, last"
+
+
+def test_directories_that_are_only_read_and_loops_are_refused(tmp_path):
+  (tmp_path / "loop").symlink_to("loop")
+  (tmp_path / "out").mkdir()
+  (tmp_path / "link").symlink_to("out/file")
+  for path, said in (("loop", "a loop of links"), ("out/file", "which is only read"), ("link", "which is only read")):
+    with pytest.raises(InputError, match=said):
+      check_writable(str(tmp_path / path), outside=("gs://bucket/x", tmp_path / "out"))

@@ -35,6 +35,7 @@ def test_a_dry_run_says_what_would_be_written_and_writes_nothing(kimi_linear_tin
   assert main(words) == 0
   said = capsys.readouterr()
   assert said.out.startswith(f"{tmp_path / 'out'}: would hold ")
+  assert said.out.endswith(" free: enough\n")
   assert "first_k_dense_replace becomes 0 (was 1)" in said.err
   assert not list(tmp_path.iterdir())
 

@@ -70,5 +70,7 @@ def test_bad_input_is_refused_before_the_work(pair, refused, tmp_path):
   assert "its directory does not exist" in refused("verify", tmp_path / "no", out, "--report", tmp_path / "no/r.json")
   assert "is a directory" in refused("verify", tmp_path / "no", out, "--report", tmp_path)
   assert "no such directory" in refused("verify", tmp_path / "no", out)
+  for inside in (src / "config.json", out / "conversion.json", out / "report.json"):
+    assert "which is only read; choose another file" in refused("verify", src, out, "--report", inside)
   assert "nothing there" in refused("verify", src, tmp_path / "no")
   assert "no conversion.json" in refused("verify", src, src)

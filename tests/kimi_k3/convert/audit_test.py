@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -155,6 +156,31 @@ def test_an_array_that_orbax_would_not_find_is_a_fault(out):
   ]
 
 
+def test_data_files_that_are_missing_or_cut_short_are_faults(out):
+  data = out / "0/items/d"
+  (data / "000003").unlink()
+  with (data / "000005").open("r+b") as file:
+    file.truncate(100)
+  faults = audit.audit_output(out).faults
+  assert [re.sub("[0-9,]+ bytes of|least [0-9,]+", "N", fault) for fault in faults] == [
+    "0/items/d/000003: missing, N data expected",
+    "0/items/d/000005: 100 bytes, at N expected: cut short",
+  ]
+
+
+def test_an_empty_state_directory_is_no_conversion(tmp_path):
+  (tmp_path / ".unfinished").mkdir()
+  with pytest.raises(InputError, match="no checkpoint"):
+    audit.is_output(tmp_path)
+
+
+def test_a_path_that_is_none_is_refused_in_words(tmp_path):
+  (tmp_path / "loop").symlink_to("loop")
+  for path, said in (("", "an empty path"), (tmp_path / "loop", "a loop of links"), ("x" * 300, "File name too long")):
+    with pytest.raises(InputError, match=said):
+      audit.is_output(path)
+
+
 def remove_record(out: Path) -> Path:
   (out / checksums.RECORD).unlink()
   return out
@@ -167,6 +193,7 @@ def remove_metadata(out: Path) -> Path:
 
 def mark(out: Path) -> Path:
   (out / ".unfinished").mkdir()
+  (out / ".unfinished/plan.json").touch()
   return out
 
 

@@ -123,7 +123,7 @@ def test_weights_packed_from_bfloat16_are_refused(small_sources, convert):
     export.plan_export(reader.open_output(out), None)
 
 
-def test_vision_is_copied_from_the_same_checkpoint_only(few, small_sources, convert, edited, tmp_path):
+def test_vision_is_copied_from_the_same_checkpoint_only(few, small_sources, convert, edited, tmp_path, monkeypatch):
   out = reader.open_output(few[1])
   with index.open_source(few[0]) as source:
     exported(few[1], tmp_path / "hf", vision=source, shard_bytes=150_000)
@@ -136,6 +136,9 @@ def test_vision_is_copied_from_the_same_checkpoint_only(few, small_sources, conv
     none = edited(source, {name: None for name in source.tensors if name.startswith(storage.VISION_PREFIXES)})
     with pytest.raises(InputError, match="holds no vision tensors"):
       export.plan_export(out, none)
+    monkeypatch.setattr(index.Source, "sample", lambda _: "of other weights")
+    with pytest.raises(InputError, match="its headers or weights are not those that"):
+      export.plan_export(out, source)
     flat = reader.open_output(convert(small_sources["kimi-linear"].directory))
     with pytest.raises(InputError, match="has no vision part"):
       export.plan_export(flat, source)
@@ -153,9 +156,9 @@ def test_a_damaged_chunk_leaves_nothing_and_the_next_run_keeps_the_shards_that_w
   with pytest.raises(reader.UnreadableError, match=r"decoder\.logits_dense\.kernel: fails its own checksum"):
     exported(out, target, shard_bytes=100_000)
   assert not target.exists()
-  done = {path.name: path.stat().st_mtime_ns for path in partial.glob("*.safetensors")}
+  done = {path.name: path.stat().st_mtime_ns for path in partial.glob("out/*.safetensors")}
   assert done
-  assert not list(partial.glob("*.tmp"))
+  assert not list(partial.glob("out/*.tmp"))
   path.write_bytes(whole)
   planned = exported(out, target, shard_bytes=100_000)
   assert f"{len(done)} of {len(planned.shards)} shards were done before and are kept" in capsys.readouterr().err
@@ -167,6 +170,76 @@ def test_a_damaged_chunk_leaves_nothing_and_the_next_run_keeps_the_shards_that_w
   exported(few[1], tmp_path / "at once", shard_bytes=100_000)
   for path in target.iterdir():
     assert path.read_bytes() == (tmp_path / "at once" / path.name).read_bytes()
+
+
+def test_a_value_that_was_not_converted_fails_by_the_name_of_its_leaf_though_it_is_spread_over_shards(few, tmp_path):
+  import tensorstore as ts
+
+  out, leaf = shutil.copytree(few[1], tmp_path / "out"), "decoder.lead_1.mlp.experts.w1_packed"
+  kvstore = {"driver": "ocdbt", "base": f"file://{out}/0/items/", "path": f"params.params.{leaf}/"}
+  array = ts.open({"driver": "zarr3", "kvstore": kvstore}, open=True).result()
+  kept = array.read().result()
+  array[2] = 77  # With checksums of its chunks that are right.
+  with pytest.raises(
+    InputError, match=rf"{leaf}: checksum \w{{8}}, recorded \w{{8}}: OUT is not what was converted: run"
+  ):
+    exported(out, tmp_path / "hf", shard_bytes=4_000)
+  assert not (tmp_path / "hf").exists()
+  assert list((tmp_path / "hf.partial/out").glob("*.safetensors"))
+  array[...] = kept  # Shards that hold other leaves are kept, those of this one written again.
+  exported(out, tmp_path / "hf", shard_bytes=4_000)
+  with index.open_source(few[0]) as source, index.open_source(tmp_path / "hf") as back:
+    assert text(back) == text(source)
+
+
+def test_what_appears_at_hf_dir_meanwhile_stays_and_a_kept_shard_that_changed_is_written_again(
+  few, tmp_path, monkeypatch, capsys
+):
+  put = export.Beside.put
+
+  def strange(place: export.Beside, before) -> None:
+    place.target.mkdir()
+    (place.target / "mine").write_text("precious")
+    put(place, before)
+
+  target = tmp_path / "hf"
+  with monkeypatch.context() as patched:
+    patched.setattr(export.Beside, "put", strange)
+    with pytest.raises(InputError, match=r"changed meanwhile \(mine\).*the finished export is kept in"):
+      exported(few[1], target, shard_bytes=100_000)
+  assert (target / "mine").read_text() == "precious"
+  with pytest.raises(InputError, match="never overwritten"):
+    exported(few[1], target, shard_bytes=100_000, overwrite=True)
+  shutil.rmtree(target)
+  shards = sorted((tmp_path / "hf.partial/out").glob("*.safetensors"))
+  content = bytearray(shards[2].read_bytes())
+  content[-5] ^= 1
+  shards[2].write_bytes(content)
+  capsys.readouterr()
+  planned = exported(few[1], target, shard_bytes=100_000)
+  assert f"{len(shards) - 1} of {len(shards)} shards were done before" in capsys.readouterr().err
+  content[-5] ^= 1
+  assert (target / shards[2].name).read_bytes() == content
+  assert export.check_target(target, planned, overwrite=False)
+  assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_limit_above_all_tensors_is_the_same_for_every_size(few):
+  out = reader.open_output(few[1])
+  large, larger = (export.plan_export(out, None, shard_bytes=size).identity for size in (10**12, 10**30))
+  assert large == larger
+
+
+def test_nothing_is_written_into_the_checkpoint_that_was_converted(few, tmp_path):
+  planned = export.plan_export(reader.open_output(few[1]), None)
+  for place in (few[0] / "sub", few[0].parent):
+    with pytest.raises(InputError, match="inside each other"):
+      export.check_target(place, planned, overwrite=True)
+  (tmp_path / "loop").symlink_to("loop")
+  with pytest.raises(InputError, match="a loop of links"):
+    export.check_target(tmp_path / "loop/x", planned, overwrite=True)
+  with pytest.raises(InputError, match="File name too long"):
+    export.check_target(tmp_path / ("x" * 250), planned, overwrite=True)
 
 
 def test_a_failure_before_the_first_shard_leaves_nothing_at_all(few, tmp_path, monkeypatch):
@@ -204,7 +277,14 @@ def test_what_stands_at_the_target_decides(few, tmp_path, monkeypatch):
   assert len(list(target.glob("*.safetensors"))) == len(other.shards) > 1
   assert [path.name for path in tmp_path.iterdir()] == ["hf"]
   next(target.glob("*.safetensors")).unlink()
-  with pytest.raises(InputError, match="holds another export"):
+  with pytest.raises(
+    InputError, match=r"holds this export, but model-.* is missing or not what was written; give --over"
+  ):
+    export.check_target(target, other, overwrite=False)
+  exported(out, target, shard_bytes=100_000, overwrite=True)
+  assert export.check_target(target, other, overwrite=False)
+  (target / "config.json").write_text("{}")
+  with pytest.raises(InputError, match=r"holds this export, but config\.json is missing or not"):
     export.check_target(target, other, overwrite=False)
   released = shutil.copytree(few[0], tmp_path / "released")
   with pytest.raises(InputError, match="never overwritten"):
@@ -219,7 +299,7 @@ def test_what_stands_at_the_target_decides(few, tmp_path, monkeypatch):
     export.check_target("gs://bucket/hf", planned, overwrite=True)
   (tmp_path / "new.partial").mkdir()
   (tmp_path / "new.partial/mine").write_text("")
-  with pytest.raises(InputError, match=r"holds mine, but no export\.json"):
+  with pytest.raises(InputError, match="holds mine, which no unfinished export left"):
     export.export(tmp_path / "new", planned, workers=1, overwrite=True)
   monkeypatch.setattr(export.store.LocalStore, "free", lambda _: 1000)
   with pytest.raises(InputError, match="1,000 bytes free, the export takes"):
@@ -230,19 +310,23 @@ def test_what_stands_at_the_target_decides(few, tmp_path, monkeypatch):
 def test_an_unfinished_export_of_something_else_is_given_up_only_when_told(few, tmp_path):
   partial = tmp_path / "hf.partial"
   partial.mkdir()
-  (partial / "export.json").write_text("{}")
-  (partial / "model-00001-of-000001.safetensors").write_text("old")
+  (partial / "out").mkdir()
+  state = {"identity": {}, "files": {"model-00001-of-000001.safetensors": None}, "made": None}
+  (partial / "export.json").write_text(json.dumps(state))
+  (partial / "out/model-00001-of-000001.safetensors").write_text("old")
   with pytest.raises(InputError, match="an unfinished export of something else"):
     exported(few[1], tmp_path / "hf")
-  assert (partial / "model-00001-of-000001.safetensors").read_text() == "old"
+  assert (partial / "out/model-00001-of-000001.safetensors").read_text() == "old"
   exported(few[1], tmp_path / "hf", overwrite=True)
   assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_two_exports_to_one_place_are_refused(few, tmp_path):
   planned = export.plan_export(reader.open_output(few[1]), None)
-  lock = export.store.LocalStore(tmp_path / "hf.partial").lock("lock")
-  with lock, pytest.raises(InputError, match="another export is writing there"):
+  with (
+    export.Beside(tmp_path / "hf", export.STATE_FILE, "export").lock(),
+    pytest.raises(InputError, match="another export is being written there"),
+  ):
     export.export(tmp_path / "hf", planned, workers=1, overwrite=False)
 
 

@@ -97,12 +97,19 @@ def test_what_is_no_finished_conversion_is_refused_with_what_to_do(out, tmp_path
     tmp_path / "later.partial"
   )
   (out / ".unfinished").mkdir()
+  reader.open_output(out)  # Only a plan is a conversion under way.
+  (out / ".unfinished/plan.json").touch()
   assert "holds .unfinished: an unfinished conversion" in refusal(out)
-  (out / ".unfinished").rmdir()
+  shutil.rmtree(out / ".unfinished")
   change_record(out, commit="marker")
   assert "commit_success.txt missing: an unfinished conversion" in refusal(out)
   (out / "conversion.json").unlink()
   assert "no conversion.json" in refusal(out)
+
+
+def test_a_path_that_tensorstore_cannot_take_is_refused(tmp_path):
+  with pytest.raises(InputError, match=r"udcff': a path that is not UTF-8"):
+    reader.open_output(f"{tmp_path}/\udcff")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def few(small_sources) -> index.Source:
   return small_sources["k3"]
 
 
-def write(out: Path, source: index.Source, **options) -> list[str]:
+def write(out: Path, source: index.Source, **options) -> tuple[str, ...]:
   return slicing.write_slice(out, slicing.make_slice(source, Options(**options)), lambda _: None)
 
 
@@ -226,10 +226,59 @@ def test_a_second_run_finds_its_slice_and_another_needs_overwrite(few, tmp_path)
   with pytest.raises(InputError, match="holds another slice; give --overwrite"):
     slicing.check_output(out, few, other, overwrite=False)
   assert not slicing.check_output(out, few, other, overwrite=True)
-  slicing.write_slice(out, other, lambda _: None)
+  slicing.write_slice(out, other, lambda _: None, overwrite=True)
   with index.open_source(out) as written:
     assert plan.make_plan(written, plan.Options()).config.num_layers == 5
   assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_damaged_slice_is_seen_and_written_anew_when_told(few, tmp_path):
+  out, cut = tmp_path / "out", slicing.make_slice(few, Options(layers=(0, 3), shard_bytes=300_000))
+  write(out, few, layers=(0, 3), shard_bytes=300_000)
+  whole = {path.name: path.read_bytes() for path in out.iterdir()}
+  for name in ("model-00002-of-000003.safetensors", "config.json", index.INDEX_FILE):
+    (out / name).unlink()
+    with pytest.raises(InputError, match=f"holds this slice, but {re.escape(name)} is missing"):
+      slicing.check_output(out, few, cut, overwrite=False)
+    slicing.write_slice(out, cut, lambda _: None, overwrite=True)
+  content = bytearray(whole["model-00002-of-000003.safetensors"])
+  content[-1] ^= 1
+  (out / "model-00002-of-000003.safetensors").write_bytes(content)
+  assert not slicing.check_output(out, few, cut, overwrite=True)  # Written anew, whatever it looks like.
+  slicing.write_slice(out, cut, lambda _: None, overwrite=True)
+  assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_what_appears_at_out_meanwhile_is_kept_and_the_finished_slice_too(few, tmp_path, damage):
+  out, cut = tmp_path / "out", slicing.make_slice(few, Options(layers=(0, 3)))
+
+  def strange(_):
+    out.mkdir(exist_ok=True)
+    (out / "mine").touch()
+
+  with pytest.raises(InputError, match=r"changed meanwhile \(mine\).*the finished slice is kept in .*out\.partial"):
+    slicing.write_slice(out, cut, strange)
+  with pytest.raises(InputError, match="never overwritten"):
+    slicing.write_slice(out, cut, lambda _: None, overwrite=True)
+  shutil.rmtree(out)
+  with pytest.raises(InputError, match="holds another finished slice"):
+    write(out, few, layers=(0, 2))
+  if damage:
+    (tmp_path / "out.partial/out" / cut.names[0]).write_bytes(b"")
+  written = []
+  slicing.write_slice(out, cut, written.append)
+  assert sum(written) == (cut.nbytes if damage else 0)
+  assert slicing.check_output(out, few, cut, overwrite=False)
+  assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_slice_that_is_called_partial_is_not_emptied(few, tmp_path):
+  write(tmp_path / "out.partial", few, layers=(0, 3))
+  before = sorted((tmp_path / "out.partial").iterdir())
+  with pytest.raises(InputError, match=r"out\.partial: holds config\.json; .*which no unfinished slice left"):
+    write(tmp_path / "out", few, layers=(0, 3))
+  assert sorted((tmp_path / "out.partial").iterdir()) == before
 
 
 def test_what_is_no_slice_is_never_overwritten(k3_copy, tmp_path):
@@ -247,6 +296,8 @@ def test_what_is_no_slice_is_never_overwritten(k3_copy, tmp_path):
       (k3_copy, "the same or inside"),
       (k3_copy / "out", "the same or inside"),
       (tmp_path, "the same or inside"),
+      ("gs://bucket/x", "a local directory, no URL"),
+      ("", "an empty path"),
     ):
       with pytest.raises(InputError, match=said):
         slicing.check_output(out, source, cut, overwrite=True)
@@ -265,7 +316,7 @@ def test_a_disk_that_takes_no_more_leaves_nothing(few, tmp_path, monkeypatch, nu
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(few, tmp_path, monkeypatch):
   usage = shutil.disk_usage(tmp_path)._replace(free=1_000)
-  monkeypatch.setattr(slicing.shutil, "disk_usage", lambda _: usage)
+  monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
   with pytest.raises(InputError, match=r"1,000 bytes free, the slice takes [\d,]+"):
     write(tmp_path / "out", few, layers=(0, 3))
   assert not list(tmp_path.iterdir())
@@ -312,7 +363,13 @@ def test_a_killed_run_leaves_no_out_and_the_next_one_starts_over(few, tmp_path):
   command = [sys.executable, "-c", KILLED, str(few.directory), str(tmp_path / "out")]
   assert subprocess.run(command, timeout=60, check=False).returncode == 9
   assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
-  (tmp_path / "out.partial" / "model-00077-of-000077.safetensors").write_bytes(b"of another run")
+  (tmp_path / "out.partial" / "mine").mkdir()
+  with pytest.raises(InputError, match=r"out\.partial: holds mine, which no unfinished slice left"):
+    write(tmp_path / "out", few, layers=(0, 3))
+  (tmp_path / "out.partial" / "mine").rename(tmp_path / "out.partial" / "out" / "mine")
+  with pytest.raises(InputError, match=r"out\.partial: holds out/mine, which no unfinished slice left"):
+    write(tmp_path / "out", few, layers=(0, 3))
+  (tmp_path / "out.partial" / "out" / "mine").rmdir()
   write(tmp_path / "out", few, layers=(0, 3))
   assert [path.name for path in tmp_path.iterdir()] == ["out"]
   assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
@@ -321,7 +378,7 @@ def test_a_killed_run_leaves_no_out_and_the_next_one_starts_over(few, tmp_path):
 def test_a_directory_of_others_is_not_emptied(few, tmp_path):
   (tmp_path / "out.partial").mkdir()
   (tmp_path / "out.partial" / "plan.json").touch()
-  with pytest.raises(InputError, match=r"holds plan\.json, which no slice left"):
+  with pytest.raises(InputError, match=r"holds plan\.json, which no unfinished slice left"):
     write(tmp_path / "out", few, layers=(0, 3))
   assert (tmp_path / "out.partial" / "plan.json").exists()
 
