@@ -202,8 +202,8 @@ def _workers(asked: int | None, budget: int, default: int) -> int:
 
 
 def _command(args: argparse.Namespace, options: dict) -> str:
-  """The command that gives this result, with the defaults spelled out."""
+  """The command that gives this result, with the defaults spelled out. OUT may be moved, so its name says nothing."""
   scan = "--scan" if options["scan"] else "--no-scan"
-  words = ("kimi-k3", "convert", str(args.src), str(args.out), scan)
+  words = ("kimi-k3", "convert", str(args.src), "OUT", scan)
   words += ("--experts", str(options["experts"]), "--dense", str(options["dense"]))
   return shlex.join(words)

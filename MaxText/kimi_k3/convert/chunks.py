@@ -19,7 +19,7 @@ from kimi_k3.config import FP8_BLOCK
 from kimi_k3.convert.mapping import Leaf, Piece, Shape
 from kimi_k3.convert.transforms import OUTPUT_LAST, Transform
 
-CHUNK_BYTES = 32 * 1024 * 1024  # 32 MiB: large enough for a disk or a bucket; several fit into any memory budget.
+CHUNK_BYTES = 16 * 1024 * 1024  # 16 MiB: large enough for a disk or a bucket; little is lost with a kill.
 
 # Bytes of bfloat16 that one byte of the leaf is made from, where they are more.
 _MADE_FROM = {Transform.FP8_CODES: 2, Transform.PACK_CODES: 4, Transform.PACK_SCALES: 64}

@@ -52,7 +52,7 @@ def test_the_result_is_one_line_on_stdout_and_the_log_goes_to_stderr(k3_tiny, tm
   assert said.out.count("\n") == 1
   assert "1,406,084 weights; --no-scan" in said.err
   header = (out / "decode.yml").read_text().splitlines()[0]
-  words = f"kimi-k3 convert {k3_tiny.checkpoint} {out} --no-scan --experts as-stored --dense as-stored"
+  words = f"kimi-k3 convert {k3_tiny.checkpoint} OUT --no-scan --experts as-stored --dense as-stored"
   assert header == f"# Written by: {words}"
   summary = said.err.splitlines()[-1]
   assert re.fullmatch(

@@ -128,7 +128,7 @@ def test_at_full_size_devices_read_whole_heads_and_experts(k3):
   shapes = {".".join(leaf.path): chunks.chunk_shape(leaf) for leaf in k3.leaves}
   inner = "decoder.blocks.layers_0"
   assert shapes[f"{inner}.mlp.experts.w1_packed"] == (1, 1, 3072, 1792)
-  assert shapes[f"{inner}.attention.q_proj.kernel"] == (1, 7168, 16, 128)
+  assert shapes[f"{inner}.attention.q_proj.kernel"] == (1, 7168, 8, 128)
   assert shapes[f"{inner}.attention.o_proj.kernel"] == (1, 96, 128, 1024)
   assert shapes["token_embedder.embedding"] == (2048, 7168)
   assert shapes["decoder.logits_dense.kernel"] == (7168, 2048)
