@@ -98,13 +98,14 @@ def test_every_format_of_the_full_model_has_its_size_and_as_many_parameters(k3_s
   if num_experts == 896:
     assert rest == pytest.approx((105.67 + 0.04) * 2**30, rel=1e-3)
   saved = {"as-stored": 0, "fp8-block": 2 * dense - fp8_bytes(DENSE)}
-  for source, choice, dense_choice, meant in (
+  cases = (
+    (packed, "fp8-block", "fp8-block", "fp8-block"),
     (packed, "mxfp4", "as-stored", "as-stored"),
     (packed, "bf16", "as-stored", "bf16"),
-    (packed, "fp8-block", "fp8-block", "fp8-block"),
     (plain, "mxfp4", "fp8-block", "mxfp4"),
     (plain, "fp8-block", "as-stored", "fp8-block"),
-  ):
+  )
+  for source, choice, dense_choice, meant in cases if num_experts < 896 else cases[:1]:  # a plan takes half a minute
     planned = plan.make_plan(source, Options(experts=choice, dense=dense_choice))
     assert planned.nbytes == rest - saved[dense_choice] + 92 * num_experts * experts[choice], (choice, dense_choice)
     assert planned.num_parameters == stored.num_parameters

@@ -129,9 +129,9 @@ def test_at_full_size_devices_read_whole_heads_and_experts(k3):
   inner = "decoder.blocks.layers_0"
   assert shapes[f"{inner}.mlp.experts.w1_packed"] == (1, 1, 3072, 1792)
   assert shapes[f"{inner}.attention.q_proj.kernel"] == (1, 7168, 8, 128)
-  assert shapes[f"{inner}.attention.o_proj.kernel"] == (1, 96, 128, 1024)
-  assert shapes["token_embedder.embedding"] == (2048, 7168)
-  assert shapes["decoder.logits_dense.kernel"] == (7168, 2048)
+  assert shapes[f"{inner}.attention.o_proj.kernel"] == (1, 96, 128, 512)
+  assert shapes["token_embedder.embedding"] == (1024, 7168)
+  assert shapes["decoder.logits_dense.kernel"] == (7168, 1024)
   assert shapes[f"{inner}.input_norm.scale"] == (1, 7168)
 
 
@@ -157,7 +157,7 @@ def test_at_full_size_slices_go_through_the_source_once(k3, work):
       assert here > before, leaf.path
       before = here
     two += len(work.shards(number)) > 1
-  assert two < 3
+  assert two < 10  # of some 300: there are 96 shards, and 24,000 slices
 
 
 def test_at_full_size_the_chunks_of_a_slice_lie_one_after_the_other(k3, work):
