@@ -10,14 +10,14 @@ MINUTES := 15
 JAXTYPING := kimi_k3,beartype.beartype
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow soak mutations check lock clean
+.PHONY: help install demo test test-slow test-aot soak mutations check lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(STAMP) ## .venv with the locked dependencies and kimi_k3 in editable form
+install: $(STAMP) ## .venv with the locked dependencies, the TPU compiler and kimi_k3 in editable form
 
-$(STAMP): requirements/base.txt requirements/dev.txt pyproject.toml scripts/install.sh scripts/find_python.sh
+$(STAMP): requirements/base.txt requirements/dev.txt requirements/plan.txt pyproject.toml scripts/install.sh scripts/find_python.sh
 	@scripts/install.sh $(VENV)
 	@touch $@
 
@@ -27,10 +27,13 @@ demo: $(STAMP) ## convert the tiny checkpoint, decode with it, compare with the 
 PYTEST := JAX_PLATFORMS=cpu $(TEST_BUDGET) $(BIN)/pytest -q -n $(TEST_WORKERS) --jaxtyping-packages=$(JAXTYPING)
 
 test: $(STAMP) ## the tests, on CPU
-	@$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
+	@$(PYTEST) -m 'not slow and not aot' $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## the rest of the numerical proof: every form of every checkpoint
-	@$(PYTEST) -m slow $(PYTEST_ARGS)
+	@$(PYTEST) -m 'slow and not aot' $(PYTEST_ARGS)
+
+test-aot: $(STAMP) ## programs of full size and every kernel, compiled for TPUs by libtpu on this machine
+	@$(PYTEST) -m aot $(PYTEST_ARGS)
 
 soak: $(STAMP) ## random schedules of rows in slots, against each row alone, for MINUTES=15
 	@SOAK_MINUTES=$(MINUTES) JAX_PLATFORMS=cpu $(BIN)/pytest -q -s -n 0 --jaxtyping-packages=$(JAXTYPING) -k random_schedules \

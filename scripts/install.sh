@@ -28,4 +28,9 @@ install() {
 "$python" -m pip install --quiet --disable-pip-version-check "$uv_pin"
 install --requirement requirements/dev.txt
 install --no-deps --no-build-isolation --editable .
+# The TPU compiler, which compiles for TPUs without one: beside site-packages, where JAX does not find it unasked
+# (docs/decisions/0015-reading-compiled-programs.md). There is none but for Linux on x86-64.
+if [ "$(uname -sm)" = "Linux x86_64" ]; then
+  install --no-deps --upgrade --target "$venv/tpu-compiler" "$(grep -E '^libtpu==' requirements/plan.txt)"
+fi
 echo "install: done in $SECONDS s" >&2

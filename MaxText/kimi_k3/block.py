@@ -14,6 +14,7 @@ from kimi_k3.config import ComputeConfig, KimiK3Config, LayerKind
 from kimi_k3.moe.latent_moe import LatentMoE, dense_mlp
 from kimi_k3.norms import RMSNorm
 from kimi_k3.sharding import NORM
+from kimi_k3.spmd.collectives import Collectives
 
 
 class Stream(NamedTuple):
@@ -29,12 +30,21 @@ class Context(NamedTuple):
   Attributes:
     valid: Real tokens of right-padded rows [B, T], in a decoding step the rows that have one; None when all are.
     resets: True where a packed document starts [B, T]; None when none does inside a row.
-    upstream: Arguments that only MaxText's attention needs.
+    upstream: Arguments of the attention of MLA layers: MaxText's, or those of the manual partitioning.
+    collectives: In the manual partitioning, between the devices; None where the compiler partitions.
   """
 
   valid: Bool[Array, "B T"] | None
   resets: Bool[Array, "B T"] | None
   upstream: dict[str, Any]
+  collectives: Collectives | None = None
+
+  @property
+  def valid_here(self) -> Bool[Array, "B t"] | None:
+    """Of the tokens whose residual stream this device holds."""
+    if self.valid is None or self.collectives is None:
+      return self.valid
+    return self.collectives.own_tokens(self.valid)
 
 
 AttentionFactory = Callable[[LayerKind, nnx.Rngs], nnx.Module]
@@ -73,7 +83,7 @@ class Layer(nnx.Module):
       )
 
   def __call__(
-    self, stream: Stream, index: int | Int[Array, ""], context: Context
+    self, stream: Stream, index: int | Int[Array, ""], context: Context, place: Any = None
   ) -> tuple[Stream, Int[Array, "B T S"] | None]:
     """Returns the stream after the layer and the chosen experts (None for a dense layer).
 
@@ -81,31 +91,50 @@ class Layer(nnx.Module):
       stream: As it left the layer below.
       index: 0-based number of the layer: a Python int, or traced inside a scan over blocks.
       context: What the whole call shares.
+      place: In the manual partitioning, this layer's caches and its index in stacked arrays (spmd.caches.Place).
     """
     prefix, snapshots = stream
     size = self.config.attn_res_block_size
     if size is None:
-      prefix = prefix + self._attend(prefix, context)
+      prefix = prefix + self._attend(prefix, context, place)
       x = prefix
     else:
       x = self.attention_res(prefix, snapshots, -(-index // size))
       closes = index % size == 0
       snapshots = push_snapshot(snapshots, prefix, index // size, closes)
-      attended = self._attend(x, context)
+      attended = self._attend(x, context, place)
       prefix = _select(closes, attended, prefix + attended)
       x = self.mlp_res(prefix, snapshots, index // size + 1)
     h = self.post_attention_norm(x)
-    out, ids = self.mlp(h) if isinstance(self.mlp, LatentMoE) else (self.mlp(h), None)
+    out, ids = self._feed_forward(h, context, place)
     return Stream(prefix + out, snapshots), ids
 
-  def _attend(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
+  def _attend(self, x: Float[Array, "B T D"], context: Context, place: Any) -> Float[Array, "B T D"]:
     h = self.input_norm(x)
-    if context.valid is not None:
+    valid = context.valid_here
+    if valid is not None:
       # A weight of 0 would not silence a NaN: what a pad holds must reach neither attention nor a cache.
-      h = jnp.where(context.valid[..., None], h, 0)
+      h = jnp.where(valid[..., None], h, 0)
+    if context.collectives is None:
+      if self.kind is LayerKind.KDA:
+        return self.attention(h, valid=context.valid, resets=context.resets)
+      return self.attention(h, valid=context.valid, **context.upstream)
+    h = context.collectives.enter_attention(h)
     if self.kind is LayerKind.KDA:
-      return self.attention(h, valid=context.valid, resets=context.resets)
-    return self.attention(h, valid=context.valid, **context.upstream)
+      out = self.attention(h, valid=context.valid, resets=context.resets, stack=place.cache)
+    else:
+      out = self.attention(h, valid=context.valid, stack=place.cache, **context.upstream)
+    return context.collectives.leave_attention(out)
+
+  def _feed_forward(self, h: Float[Array, "B T D"], context: Context, place: Any):
+    collectives = context.collectives
+    if isinstance(self.mlp, LatentMoE):
+      if collectives is None:
+        return self.mlp(h)
+      return self.mlp.partial(h, context.valid_here, place.index, collectives)
+    if collectives is None:
+      return self.mlp(h), None
+    return collectives.leave_width(self.mlp(collectives.enter_width(h))), None
 
 
 def _select(condition: bool | Array, yes: Array, no: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The recurrent state of a KDA layer, as cache variables that MaxText's engine carries.
+"""The recurrent state of a KDA layer: as cache variables that MaxText's engine carries, and as a view of stacked arrays.
 
 MaxEngine inserts a prefill's cache into a slot by the variables' names, so the two names here are its contract:
 `recurrent_state` and `conv_state`, batch first. The MLA latents are in MaxText's own MlaKVCache.
@@ -6,8 +6,12 @@ MaxEngine inserts a prefill's cache into a slot by the variables' names, so the 
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from kimi_k3.config import ComputeConfig, KimiK3Config
 from kimi_k3.sharding import CACHE_BATCH, CACHE_BATCH_PREFILL, CACHE_HEADS
@@ -31,3 +35,45 @@ class KDACache(nnx.Module):
       jnp.zeros((batch, config.kda_conv_width - 1, QKV, heads, size), compute.dtype),
       out_sharding=(axis, None, None, CACHE_HEADS, None),
     )
+
+
+@dataclasses.dataclass
+class KDAStack:
+  """One layer's caches inside arrays of n layers, for the length of a trace: assigning moves the arrays on.
+
+  Attributes:
+    recurrent_states: Float32, of n layers.
+    conv_states: The last inputs of the convolutions, of n layers.
+    layer: This one's index.
+  """
+
+  recurrent_states: Float[Array, "n B H K V"]
+  conv_states: Float[Array, "n B Wm 3 H K"]
+  layer: Int[Array, ""]
+
+  @property
+  def recurrent_state(self) -> Float[Array, "B H K V"]:
+    """This layer's state."""
+    return jax.lax.dynamic_index_in_dim(self.recurrent_states, self.layer, keepdims=False)
+
+  @recurrent_state.setter
+  def recurrent_state(self, state: Float[Array, "B H K V"]) -> None:
+    self.recurrent_states = jax.lax.dynamic_update_index_in_dim(self.recurrent_states, state, self.layer, 0)
+
+  @property
+  def conv_state(self) -> Float[Array, "B Wm 3 H K"]:
+    """This layer's histories."""
+    return jax.lax.dynamic_index_in_dim(self.conv_states, self.layer, keepdims=False)
+
+  @conv_state.setter
+  def conv_state(self, histories: Float[Array, "B Wm 3 H K"]) -> None:
+    histories = histories.astype(self.conv_states.dtype)
+    self.conv_states = jax.lax.dynamic_update_index_in_dim(self.conv_states, histories, self.layer, 0)
+
+
+@dataclasses.dataclass
+class LatentStack:
+  """One MLA layer's latents and shared key tails inside an array of n layers, for the length of a trace."""
+
+  latents: Float[Array, "n B S P"]
+  layer: Int[Array, ""]

@@ -30,8 +30,15 @@ FP8_BLOCK = 128  # a scale is for this many inputs times this many outputs
 FP8_MODULES = ("dense", "experts")
 FLOAT32_KINDS = ("A_log", "conv1d", "dt_bias", "e_score_correction_bias", "o_norm")
 ALWAYS_FLOAT32 = ("A_log", "dt_bias")
+MLA_INNER_EPS = 1e-6  # of the norms on MLA's two latents, whatever rms_norm_eps is
 _MAX_SIZE = 2**31 - 1  # what an index holds
 _SHOWN_LAYERS = 100  # of those that no list names
+
+
+KdaImplementation = Literal["portable", "tokamax_xla_chunked", "tokamax_mosaic", "tops"]
+ExpertImplementation = Literal["reference", "decode_kernel", "grouped"]
+StepImplementation = Literal["portable", "pallas"]
+PrefillImplementation = Literal["portable", "flash"]
 
 
 class LayerKind(enum.StrEnum):
@@ -182,14 +189,25 @@ class ComputeConfig:
     weight_dtype: Stored matrices, embeddings and norms that are not float32 leaves.
     precision: Matmul precision of XLA: "default", "high" or "highest".
     kda_implementation: Chunked KDA: "portable" (any length, both gates) or a named tokamax one.
-    expert_implementation: Routed experts: "portable" (one active expert at a time).
+    expert_implementation: Routed experts: "reference" (one active expert at a time, on any backend), "decode_kernel" (a
+      TPU kernel for few tokens) or "grouped" (tokamax's grouped matmul).
+    prefill_expert_implementation: The same for chunks of prefill; only looked at in the manual partitioning.
+    kda_step_implementation: One step of KDA in the manual partitioning: "portable" or "pallas".
+    mla_step_implementation: One step of MLA there: "portable" or "pallas".
+    mla_prefill_implementation: Prefill of MLA there: "portable" or "flash".
+    interpret_kernels: Run Pallas kernels in interpret mode: for tests without a TPU.
   """
 
   dtype: Any
   weight_dtype: Any
   precision: str
-  kda_implementation: Literal["portable", "tokamax_xla_chunked", "tokamax_mosaic"]
-  expert_implementation: Literal["portable"]
+  kda_implementation: KdaImplementation
+  expert_implementation: ExpertImplementation
+  prefill_expert_implementation: ExpertImplementation = "reference"
+  kda_step_implementation: StepImplementation = "portable"
+  mla_step_implementation: StepImplementation = "portable"
+  mla_prefill_implementation: PrefillImplementation = "portable"
+  interpret_kernels: bool = False
 
 
 def text_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:

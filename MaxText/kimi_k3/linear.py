@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,9 +64,17 @@ class Linear(nnx.Module):
 
   def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns the projection in the compute dtype."""
-    n = self.num_in
-    contract = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
-    return jax.lax.dot_general(x.astype(self.dtype), self.weights(), (contract, ((), ())), precision=self.precision)
+    return self.by(self.weights())(x)
+
+  def by(self, weights: Float[Array, "..."]) -> Callable[[Float[Array, "..."]], Float[Array, "..."]]:
+    """Returns the projection with other weights in place of the kernel: more of them than this device has."""
+
+    def project(x: Float[Array, "..."]) -> Float[Array, "..."]:
+      n = self.num_in
+      contract = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
+      return jax.lax.dot_general(x.astype(self.dtype), weights, (contract, ((), ())), precision=self.precision)
+
+    return project
 
 
 class PackedLinear(nnx.Module):

@@ -19,16 +19,17 @@ EXPERT = "exp"
 EXPERT_EMBED = "embed_moe"  # input axis of the routed experts
 EXPERT_MLP = "mlp_moe"
 ROUTER_EMBED = "embed_router"
+LATENT = "moe_latent"  # of the projections to the experts' latent and back
 NORM = "norm"
+VOCAB = "vocab"
 CACHE_BATCH_PREFILL = "cache_batch_prefill"
 CACHE_BATCH = "cache_batch"
 CACHE_HEADS = "cache_heads"
 
 USED_AXES = frozenset(
   (EMBED_ATTN, HEADS, HEAD_DIM, EMBED, MLP, EXPERT, EXPERT_EMBED, EXPERT_MLP, ROUTER_EMBED, NORM)
-  + (CACHE_BATCH_PREFILL, CACHE_BATCH, CACHE_HEADS)
+  + (CACHE_BATCH_PREFILL, CACHE_BATCH, CACHE_HEADS, LATENT)
 )
-
 
 # MaxText's rule for the rows of a cache cuts nothing: each device of a data axis would hold every row's state. These
 # are the axes by which MaxText cuts the rows of everything else.
@@ -38,10 +39,16 @@ Rules = Sequence[Sequence[Any]]  # (logical axis, mesh axes)
 
 
 def with_own_rules(rules: Rules) -> Rules:
-  """Returns the rules with the rows of the caches cut, unless a rule of the user's cuts them already."""
-  if any(name == CACHE_BATCH and _as_tuple(axes) for name, axes in rules):
-    return list(rules)
-  return [(n, axes) for n, axes in rules if n != CACHE_BATCH] + [(CACHE_BATCH, _ROW_AXES)]
+  """Returns the rules with what MaxText's lack: the rows of the caches cut, and the experts' latent cut as an MLP.
+
+  A rule of the user's for either stands.
+  """
+  found = list(rules)
+  if LATENT not in {name for name, _ in found}:
+    found.append((LATENT, mesh_axes(found, MLP)))
+  if any(name == CACHE_BATCH and _as_tuple(axes) for name, axes in found):
+    return found
+  return [(n, axes) for n, axes in found if n != CACHE_BATCH] + [(CACHE_BATCH, _ROW_AXES)]
 
 
 def mesh_axes(rules: Rules, name: str) -> tuple[str, ...]:

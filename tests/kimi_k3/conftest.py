@@ -73,7 +73,7 @@ def float32_compute() -> ComputeConfig:
     weight_dtype="float32",
     precision="highest",
     kda_implementation="portable",
-    expert_implementation="portable",
+    expert_implementation="reference",
   )
 
 

@@ -143,14 +143,14 @@ def _generate(config: Any, args, prompts: list[list[int]]) -> tuple[list[Row], s
   from kimi_k3.generate.clock import CompileClock
   from kimi_k3.generate.loop import Request, generate
   from kimi_k3.generate.sampling import Sampler
-  from kimi_k3.maxtext_adapter.engine import Engine
+  from kimi_k3.maxtext_adapter.engine import make_engine
 
   clock = CompileClock()
   strategy = config.decode_sampling_strategy.value
   sampler = Sampler(strategy, config.decode_sampling_temperature, config.decode_sampling_seed)
   stop_id = None if args.ignore_eos else config.eos_token_id
   request = Request(args.max_new_tokens, stop_id, sampler, config.max_prefill_predict_length)
-  engine = Engine(config)
+  engine = make_engine(config)
   with tqdm(total=len(prompts), unit="row", file=sys.stderr, disable=None) as bar:
     rows, timing = generate(engine, prompts, request, clock=clock, on_finished=lambda _: bar.update())
   return rows, f"{len(rows)} rows on {engine.num_slots} slots: {timing.summary()}"

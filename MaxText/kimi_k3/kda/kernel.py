@@ -16,6 +16,8 @@ from kimi_k3.errors import InputError
 from kimi_k3.kda.chunked import WIPE, kda_chunked
 from kimi_k3.kda.gate import decay_gate
 from kimi_k3.kda.reference import kda_step, l2_normalize
+from kimi_k3.kda.step_kernel import require_tpu
+from kimi_k3.kda.tops_backend import tops_chunk_kda, tops_kda
 
 _TOKAMAX_CHUNK = 64  # tokens; tokamax takes whole chunks only
 _TOKAMAX_BOUND = -5.0  # a step: below, the exponents that tokamax factors leave float32
@@ -70,8 +72,8 @@ def run_kda(
     valid: True at the real tokens of padded rows; None when all are real. Nothing in a pad is read, its output is 0,
       and a row without a real token keeps every bit of its state.
     resets: True where a packed document starts: it sees an empty state.
-    implementation: "portable" (any length, backend and gate), "tokamax_xla_chunked" (lower_bound of at least -5) or
-      "tokamax_mosaic" (the same, on TPU).
+    implementation: "portable" (any length, backend and gate), "tokamax_xla_chunked" (lower_bound of at least -5),
+      "tokamax_mosaic" (the same, on TPU), or "tops" (on TPU, where that package is installed: see tops_backend.py).
 
   Raises:
     InputError: if the implementation is unknown or cannot compute this.
@@ -98,6 +100,8 @@ def _check_supported(implementation: str, lower_bound: float | None, resets: Arr
   if implementation == "portable":
     return
   advice = 'use kda_implementation "portable"'
+  if implementation == "tops":
+    tops_kda()
   if resets is not None:
     raise InputError(f"{implementation} does not take packed documents (resets): {advice}")
   if lower_bound is None:
@@ -107,11 +111,8 @@ def _check_supported(implementation: str, lower_bound: float | None, resets: Arr
     raise InputError(
       f"{implementation} takes a gate_lower_bound of at least {_TOKAMAX_BOUND}, found {lower_bound}: {advice}"
     )
-  if implementation == "tokamax_mosaic" and jax.default_backend() != "tpu":
-    from tokamax import config as tokamax_config
-
-    if not tokamax_config.cross_compile.value:  # set where a program for a TPU is compiled without one
-      raise InputError(f"{implementation} needs a TPU, the backend is {jax.default_backend()}: {advice}")
+  if implementation in ("tokamax_mosaic", "tops"):
+    require_tpu(implementation, advice)
 
 
 def _decay(call: _Call) -> Float[Array, "B T H K"]:
@@ -122,6 +123,11 @@ def _decay(call: _Call) -> Float[Array, "B T H K"]:
 def _portable(call: _Call):
   q, k = l2_normalize(call.q), l2_normalize(call.k)
   return kda_chunked(q, k, call.v, _decay(call), call.beta, call.state, resets=call.resets)
+
+
+def _tops(call: _Call):
+  q, k = l2_normalize(call.q), l2_normalize(call.k)
+  return tops_chunk_kda(q, k, call.v, _decay(call), call.beta, call.state)
 
 
 def _step(call: _Call):
@@ -163,7 +169,7 @@ def _tokamax(call: _Call, implementation: Literal["xla_chunked", "mosaic"], **ga
 
   o_HBTV, state = ops.kimi_delta_attention(
     *(_head_first(x) for x in (call.q, call.k, call.v)),
-    beta=_head_first(call.beta.astype(jnp.float32)),
+    beta=_number_a_token(call.beta.astype(jnp.float32)),
     **gate,
     initial_state=call.state.astype(jnp.float32)[:, None],
     output_final_state=True,
@@ -181,8 +187,22 @@ def _head_first(x: Float[Array, "B T H *C"]) -> Float[Array, "H B S *C"]:
   return jnp.moveaxis(jnp.pad(x, tail), 2, 0)
 
 
+def _number_a_token(x: Float[Array, "B T H"]) -> Float[Array, "H B S"]:
+  """The same of one number a token and head.
+
+  tokamax reads it chunk by chunk, a token a sublane. Cut into chunks before the tokens move to the lanes, that is one
+  transposition; cut after, the TPU compiler unrolls it over the tokens: 1 MiB of code for 8192 tokens of 3 heads, and
+  compile times that grow with the length.
+  """
+  rows, length, heads = x.shape
+  chunks = -(-length // _TOKAMAX_CHUNK)
+  x = jnp.pad(x, ((0, 0), (0, chunks * _TOKAMAX_CHUNK - length), (0, 0)))
+  return x.reshape(rows, chunks, _TOKAMAX_CHUNK, heads).transpose(3, 0, 1, 2).reshape(heads, rows, -1)
+
+
 _CHUNKED: dict[str, Callable[[_Call], tuple[Array, Array]]] = {
   "portable": _portable,
   "tokamax_xla_chunked": _xla_chunked,
   "tokamax_mosaic": _mosaic,
+  "tops": _tops,
 }

@@ -7,10 +7,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from kimi_k3.cache import KDACache
+from kimi_k3.cache import KDACache, KDAStack
 from kimi_k3.config import ComputeConfig, KimiK3Config
+from kimi_k3.kda.gate import decay_gate
 from kimi_k3.kda.kernel import run_kda
 from kimi_k3.kda.short_conv import short_conv
+from kimi_k3.kda.short_conv_step import short_conv_step_stacked
+from kimi_k3.kda.step_kernel import kda_step_stacked
 from kimi_k3.linear import Linear, random_matrix
 from kimi_k3.norms import gated_head_norm
 from kimi_k3.sharding import EMBED_ATTN, HEAD_DIM, HEADS
@@ -60,6 +63,7 @@ class KDA(nnx.Module):
     *,
     valid: Bool[Array, "B T"] | None = None,
     resets: Bool[Array, "B T"] | None = None,
+    stack: KDAStack | None = None,
   ) -> Float[Array, "B T D"]:
     """Returns the layer's output and moves the cache on, if there is one.
 
@@ -67,32 +71,74 @@ class KDA(nnx.Module):
       h: Normalised hidden state.
       valid: Real tokens of right-padded rows; pads touch neither taps nor state. None: all are real.
       resets: True where a packed document starts; None: none starts inside the rows.
+      stack: The caches in the manual partitioning, in place of the layer's own.
     """
-    q, k, v = self._convolve(h, valid, resets)
+    step = stack is not None and h.shape[1] == 1
+    q, k, v = self._convolve_step(h, valid, stack) if step else self._convolve(h, valid, resets, stack)
     a = self.f_b_proj(self.f_a_proj(h))
     beta = jax.nn.sigmoid(self.b_proj(h).astype(jnp.float32))
-    o = self._recur(q, k, v, a, beta, valid, resets)
+    if step:
+      o = self._step(q, k, v, a, beta, valid, stack)
+    else:
+      o = self._recur(q, k, v, a, beta, valid, resets, stack)
     z = self.g_proj(h) if self.config.kda_full_rank_gate else self.g_b_proj(self.g_a_proj(h))
     y = gated_head_norm(o, z, self.o_norm.scale[...], self.config.rms_norm_eps)
     return self.o_proj(y.astype(self.compute.dtype))
 
-  def _convolve(self, h, valid, resets):
+  def _convolve(self, h, valid, resets, stack):
     """q, k, v [B, T, H, K] in float32 after convolution and SiLU; moves the histories on."""
+    before = None
+    if stack is not None:
+      before = stack.conv_state
+    elif self.cache is not None:
+      before = self.cache.conv_state[...]
     branches, histories = [], []
     for i, c in enumerate("qkv"):
       x = getattr(self, f"{c}_proj")(h)
-      history = None if self.cache is None else self.cache.conv_state[:, :, i]
+      history = None if before is None else before[:, :, i]
       y, history = short_conv(x, getattr(self, f"{c}_conv")[...], history, valid=valid, resets=resets)
       branches.append(jax.nn.silu(y))
       histories.append(history)
-    if self.cache is not None:
+    if stack is not None:
+      stack.conv_state = jnp.stack(histories, axis=2)
+    elif self.cache is not None:
       self.cache.conv_state[...] = jnp.stack(histories, axis=2)
     return branches
 
-  def _recur(self, q, k, v, a, beta, valid, resets):
+  def _convolve_step(self, h, valid, stack):
+    """The same of one token."""
+    x = jnp.stack([getattr(self, f"{c}_proj")(h)[:, 0] for c in "qkv"], axis=1)
+    taps = jnp.stack([getattr(self, f"{c}_conv")[...] for c in "qkv"])
+    active = None if valid is None else valid[:, 0]
+    y, stack.conv_states = short_conv_step_stacked(x, taps, stack.conv_states, stack.layer, active)
+    return [y[:, i][:, None] for i in range(3)]
+
+  def _step(self, q, k, v, a, beta, valid, stack):
+    """One step of the recurrence, on the stacked state where it lies."""
+    lower_bound = self.config.kda_gate_lower_bound
+    g = decay_gate(a, self.A_log[...], self.dt_bias[...], lower_bound=lower_bound)[:, 0]
+    o, stack.recurrent_states = kda_step_stacked(
+      q[:, 0],
+      k[:, 0],
+      v[:, 0],
+      g,
+      beta[:, 0],
+      stack.recurrent_states,
+      stack.layer,
+      active=None if valid is None else valid[:, 0],
+      implementation=self.compute.kda_step_implementation,
+      interpret=self.compute.interpret_kernels,
+    )
+    return o[:, None]
+
+  def _recur(self, q, k, v, a, beta, valid, resets, stack):
     """The recurrence over the row's tokens: chunked, or one step for one token. Moves the state on."""
-    shape = (q.shape[0], *q.shape[2:], v.shape[-1])
-    state = jnp.zeros(shape, jnp.float32) if self.cache is None else self.cache.recurrent_state[...]
+    if stack is not None:
+      state = stack.recurrent_state
+    elif self.cache is not None:
+      state = self.cache.recurrent_state[...]
+    else:
+      state = jnp.zeros((q.shape[0], *q.shape[2:], v.shape[-1]), jnp.float32)
     o, state = run_kda(
       q,
       k,
@@ -107,7 +153,9 @@ class KDA(nnx.Module):
       resets=resets,
       implementation=self.compute.kda_implementation,
     )
-    if self.cache is not None:
+    if stack is not None:
+      stack.recurrent_state = state
+    elif self.cache is not None:
       self.cache.recurrent_state[...] = state
     return o
 

@@ -9,7 +9,14 @@ import pydantic
 from maxtext.common.common_types import DecoderBlockType
 from maxtext.configs import types
 
-from kimi_k3.config import ComputeConfig, KimiK3Config
+from kimi_k3.config import (
+  ComputeConfig,
+  ExpertImplementation,
+  KdaImplementation,
+  KimiK3Config,
+  PrefillImplementation,
+  StepImplementation,
+)
 from kimi_k3.errors import InputError
 from kimi_k3.maxtext_keys import DECODER_BLOCK, from_maxtext, type_faults
 from kimi_k3.sharding import check_rules, with_own_rules
@@ -22,6 +29,24 @@ TOKENIZERS = {
   "kimi-linear-48b-a3b": "moonshotai/Kimi-Linear-48B-A3B-Instruct",
   "kimi-k3-tiny": "moonshotai/Kimi-K3",
 }
+
+
+def parse_mesh(value: Any) -> Any:
+  """Returns the sizes of the mesh axes that "axis=n,axis=n" names; what is no text is left to the type check.
+
+  Raises:
+    ValueError: if the text names no sizes, or an axis twice.
+  """
+  if isinstance(value, dict) and (bad := [axis for axis, size in value.items() if type(size) is not int or size < 1]):
+    raise ValueError(f"{', '.join(map(str, bad))}: expected a size of 1 or more, as in {{model: 8}} or 'model=8'")
+  if not isinstance(value, str):
+    return value
+  pairs = [part.partition("=") for part in value.split(",")]
+  if not all(axis.isidentifier() and size.isdigit() and int(size) for axis, _, size in pairs):
+    raise ValueError(f"found {value!r}, expected sizes of 1 or more as in model=8,expert=4")
+  if len({axis for axis, _, _ in pairs}) < len(pairs):
+    raise ValueError(f"{value!r} names an axis twice")
+  return {axis: int(size) for axis, _, size in pairs}
 
 
 def _decoder_block(name: Any) -> DecoderBlockType:
@@ -66,10 +91,42 @@ class KimiMaxTextConfig(types.MaxTextConfig):
     None, description="Modules whose matrices are stored in float8_e4m3fn, with a scale for each 128 x 128 block."
   )
   float32_leaves: list[str] | None = pydantic.Field(None, description="Kinds of leaves stored in float32.")
-  kda_implementation: Literal["portable", "tokamax_xla_chunked", "tokamax_mosaic"] = pydantic.Field(
+  kda_implementation: KdaImplementation = pydantic.Field(
     "portable", description="Chunked KDA, by name: never chosen by a failure of another."
   )
-  expert_implementation: Literal["portable"] = pydantic.Field("portable", description="Routed experts, by name.")
+  expert_implementation: ExpertImplementation = pydantic.Field("reference", description="Routed experts, by name.")
+  partitioning: Literal["auto", "manual"] = pydantic.Field(
+    "auto", description="Who writes the collectives: the compiler, or kimi_k3.spmd. The keys below need 'manual'."
+  )
+  partition_mesh: Annotated[dict[str, int] | None, pydantic.BeforeValidator(parse_mesh)] = (
+    pydantic.Field(
+      None,
+      description="Mesh axes and their sizes, major first: {model: 8} or 'model=8,expert=4'; null: MaxText's own mesh.",
+    )
+  )
+  partition_rules: dict[str, str | list[str]] | None = pydantic.Field(
+    None, description="What the mesh axes cut, where it is not the default (kimi_k3.spmd.cuts.RULES)."
+  )
+  mla_cache_cut: Literal["sequence", "batch"] = pydantic.Field(
+    "sequence", description="How the devices of a row share its MLA latents: by tokens, for few rows, or by rows."
+  )
+  prefill_cut: Literal["sequence", "whole"] = pydantic.Field(
+    "sequence", description="Whether the residual stream of prefill is cut by tokens."
+  )
+  prefill_chunk: int | None = pydantic.Field(
+    None, gt=0, description="Tokens of a prompt that are run at a time; null: all."
+  )
+  prefill_expert_implementation: ExpertImplementation | None = pydantic.Field(
+    None, description="Routed experts in prefill; null: as in expert_implementation."
+  )
+  kda_step_implementation: StepImplementation = pydantic.Field("portable", description="One step of KDA, by name.")
+  mla_step_implementation: StepImplementation = pydantic.Field("portable", description="One step of MLA, by name.")
+  mla_prefill_implementation: PrefillImplementation = pydantic.Field(
+    "portable", description="Attention of MLA over a chunk, by name."
+  )
+  interpret_kernels: bool = pydantic.Field(
+    False, description="Run Pallas kernels in interpret mode: a test of theirs without a TPU, very slow."
+  )
   decode_sampling_seed: int = pydantic.Field(0, description="Of the draws when decode_sampling_strategy is weighted.")
 
   @pydantic.model_validator(mode="before")
@@ -136,6 +193,11 @@ def compute_config(config: Any) -> ComputeConfig:
     precision=str(getattr(config.matmul_precision, "value", config.matmul_precision)),
     kda_implementation=config.kda_implementation,
     expert_implementation=config.expert_implementation,
+    prefill_expert_implementation=config.prefill_expert_implementation or config.expert_implementation,
+    kda_step_implementation=config.kda_step_implementation,
+    mla_step_implementation=config.mla_step_implementation,
+    mla_prefill_implementation=config.mla_prefill_implementation,
+    interpret_kernels=config.interpret_kernels,
   )
 
 
@@ -181,7 +243,27 @@ _CHOICES = {
 }
 
 
+# Keys that would be parsed and ignored where the compiler partitions: (key, the only value there).
+_MANUAL_ONLY = {
+  "partition_mesh": None,
+  "partition_rules": None,
+  "mla_cache_cut": "sequence",
+  "prefill_cut": "sequence",
+  "prefill_chunk": None,
+  "expert_implementation": "reference",
+  "prefill_expert_implementation": None,
+  "kda_step_implementation": "portable",
+  "mla_step_implementation": "portable",
+  "mla_prefill_implementation": "portable",
+  "interpret_kernels": False,
+}
+
+
 def _unsupported(config: KimiMaxTextConfig):
+  if config.partitioning == "auto":
+    for key, only in _MANUAL_ONLY.items():
+      if (value := getattr(config, key)) != only:
+        yield f"{key} is {value!r}, which partitioning 'auto' does not know: set partitioning=manual"
   for key, only in _ONLY.items():
     value = _plain(getattr(config, key))
     if value != only and (value or only):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pathlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +41,41 @@ class Prefilled:
     return prefix
 
 
+def make_engine(config: Any) -> Any:
+  """Returns the engine of the config's partitioning: MaxText's, or that of our own programs. Both have one interface.
+
+  Raises:
+    InputError: if the checkpoint, the mesh or the number of rows does not fit.
+  """
+  if config.partitioning == "manual":
+    from kimi_k3.maxtext_adapter.spmd_engine import SpmdEngine
+
+    return SpmdEngine(config)
+  return Engine(config)
+
+
+def number_of_slots(config: Any, devices: int) -> int:
+  """Returns the rows that decode at the same time. Raises InputError if that is no whole number, 1 or more."""
+  slots = config.per_device_batch_size * devices
+  if slots < 1 or slots != int(slots):
+    raise InputError(
+      f"per_device_batch_size is {config.per_device_batch_size}: {slots:g} rows over {devices} device(s); "
+      "expected a whole number, 1 or more"
+    )
+  return int(slots)
+
+
+def check_tokens(tokens: np.ndarray, whose: str, vocab_size: int) -> None:
+  """Raises ValueError unless these are ids [T]: one outside would be clamped to the last row, a fraction cut off."""
+  if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+    raise ValueError(f"tokens {whose}: expected integers in 1 axis, found {tokens.dtype}{list(tokens.shape)}")
+  faulty = tokens[(tokens < 0) | (tokens >= vocab_size)]  # a prompt may have a million
+  if faulty.size:
+    raise ValueError(
+      f"tokens {whose}: {', '.join(map(str, faulty[:5].tolist()))} outside the vocabulary of {vocab_size}"
+    )
+
+
 class Engine:
   """Prefill, insert, step and release on MaxEngine, with sampling left to the caller.
 
@@ -53,13 +88,8 @@ class Engine:
     from kimi_k3.maxtext_adapter.max_engine import KimiMaxEngine
 
     self.config = config
-    mesh = _make_mesh(config)  # MaxEngine makes the same one, and fails without a word for the user
-    slots = config.per_device_batch_size * jax.device_count()
-    if slots < 1 or slots != int(slots):
-      raise InputError(
-        f"per_device_batch_size is {config.per_device_batch_size}: {slots:g} rows over {jax.device_count()} device(s); "
-        "expected a whole number, 1 or more"
-      )
+    mesh = make_mesh(config)  # MaxEngine makes the same one, and fails without a word for the user
+    number_of_slots(config, jax.device_count())
     with quiet():
       self._engine = KimiMaxEngine(config)
       check_axes((self._engine.model, self._engine.model_ar), config.logical_axis_rules)
@@ -91,7 +121,7 @@ class Engine:
       ValueError: if `true_length` is not a length of `tokens`, they are longer than the prompt cache, or one is no
         token id.
     """
-    self._check_tokens(tokens, "of a prompt")
+    check_tokens(tokens, "of a prompt", self.config.vocab_size)
     prefix, _ = self._engine.prefill(
       params=self._params, padded_tokens=jnp.asarray(tokens), true_length=true_length, rng=self._rng
     )
@@ -123,7 +153,7 @@ class Engine:
     Raises:
       ValueError: naming the rows whose cache is full, or if `tokens` is not one token id a slot.
     """
-    self._check_tokens(tokens, f"for {self.num_slots} slots")
+    check_tokens(tokens, f"for {self.num_slots} slots", self.config.vocab_size)
     if tokens.shape != (self.num_slots,):
       raise ValueError(f"{tokens.shape[0]} tokens for {self.num_slots} slots: expected one a slot")
     if full := [slot for slot, steps in enumerate(self._generated) if steps == self.max_steps]:
@@ -135,15 +165,6 @@ class Engine:
     self._state, _ = self._engine.generate(self._params, self._state | {"tokens": fed}, rng=self._rng)
     self._generated = [None if steps is None else steps + 1 for steps in self._generated]
     return self._state["logits"][:, 0]
-
-  def _check_tokens(self, tokens: np.ndarray, whose: str) -> None:
-    """An id outside the vocabulary would be clamped to its last row, and a fraction cut off."""
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-      raise ValueError(f"tokens {whose}: expected integers in 1 axis, found {tokens.dtype}{list(tokens.shape)}")
-    size = self.config.vocab_size
-    faulty = tokens[(tokens < 0) | (tokens >= size)]  # a prompt may have a million
-    if faulty.size:
-      raise ValueError(f"tokens {whose}: {', '.join(map(str, faulty[:5].tolist()))} outside the vocabulary of {size}")
 
   def release(self, slot: int) -> None:
     """Empties a slot: its caches become zero.
@@ -183,6 +204,10 @@ def make_forward(config: Any) -> Forward:
   Raises:
     InputError: if the checkpoint does not fit the config.
   """
+  if config.partitioning == "manual":
+    from kimi_k3.maxtext_adapter.spmd_engine import make_spmd_forward
+
+    return make_spmd_forward(config)
   from maxtext.common.common_types import MODEL_MODE_TRAIN
 
   mesh, abstract = abstract_model(config, MODEL_MODE_TRAIN)
@@ -215,23 +240,23 @@ def abstract_model(config: Any, model_mode: str) -> tuple[jax.sharding.Mesh, nnx
   """Returns the mesh, and the model with shapes and shardings in place of arrays: costs nothing at any size."""
   from maxtext.utils import model_creation_utils
 
-  mesh = _make_mesh(config)
+  mesh = make_mesh(config)
   with quiet():
     _, abstract = model_creation_utils.create_nnx_abstract_model(config, mesh, model_mode=model_mode)
   return mesh, abstract
 
 
-def _make_mesh(config: Any) -> jax.sharding.Mesh:
+def make_mesh(config: Any, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
   """Returns the mesh. Raises InputError if the devices cannot be shared out so: MaxText asserts it."""
   from maxtext.utils import maxtext_utils
 
   try:
     with quiet():
-      return maxtext_utils.get_mesh_from_config(config)
+      return maxtext_utils.get_mesh_from_config(config, devices)
   except (AssertionError, ValueError) as error:
     raise InputError(
-      f"no mesh of {jax.device_count()} device(s) can be made: {error}; the ici and dcn parallelism settings must "
-      "multiply to the number of devices, and one of them may be -1: what is left"
+      f"no mesh of {len(devices or jax.devices())} device(s) can be made: {error}; the ici and dcn parallelism settings "
+      "must multiply to the number of devices, and one of them may be -1: what is left"
     ) from error
 
 

@@ -22,13 +22,11 @@ from maxtext.layers import attention_mla
 from maxtext.layers.linears import DenseGeneral
 from maxtext.utils import max_utils
 
-from kimi_k3.config import ComputeConfig, KimiK3Config
+from kimi_k3.config import MLA_INNER_EPS, ComputeConfig, KimiK3Config
 from kimi_k3.linear import Linear
 from kimi_k3.maxtext_adapter.latent_cache import LatentCache
 from kimi_k3.mla import absorbed_attention
 from kimi_k3.sharding import EMBED_ATTN, HEAD_DIM, HEADS
-
-INNER_EPS = 1e-6  # of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps is
 
 
 class _Projection(Linear):
@@ -82,9 +80,9 @@ class KimiMLA(attention_mla.MLA):
       model_mode=model_mode,
       rngs=rngs,
     )
-    self.kv_norm.epsilon = INNER_EPS
+    self.kv_norm.epsilon = MLA_INNER_EPS
     if config.q_lora_rank:
-      self.q_norm.epsilon = INNER_EPS
+      self.q_norm.epsilon = MLA_INNER_EPS
     if config.mla_use_output_gate:
       self.gate = Linear(
         (config.hidden_size,),

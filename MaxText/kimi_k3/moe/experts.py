@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,6 @@ class Experts(nnx.Module):
   """
 
   def __init__(self, config: KimiK3Config, compute: ComputeConfig, rngs: nnx.Rngs):
-    assert compute.expert_implementation == "portable", compute.expert_implementation
     self.config, self.compute = config, compute
     E, L, F = config.num_experts, config.expert_dim, config.expert_mlp_dim
     into, out = (EXPERT, EXPERT_EMBED, EXPERT_MLP), (EXPERT, EXPERT_MLP, EXPERT_EMBED)
@@ -105,14 +104,58 @@ class Experts(nnx.Module):
     self, x: Float[Array, "N L"], ids: Int[Array, "N S"], weights: Float[Array, "N S"]
   ) -> Float[Array, "N L"]:
     """Returns the weighted sum over each token's experts, in float32."""
+    assert self.compute.expert_implementation == "reference", self.compute.expert_implementation
     return apply_experts(x, ids, weights, self.config.num_experts, self._expert)
 
-  def _expert(self, e: Int[Array, ""], rows: Float[Array, "rows L"]) -> Float[Array, "rows L"]:
+  @property
+  def num_here(self) -> int:
+    """Experts whose weights this module holds: fewer than the model has where they are cut."""
+    leaf = getattr(self, "w1_packed" if "experts" in self.config.packed_modules else "w1")
+    return leaf[...].shape[-3]
+
+  def partial(
+    self,
+    x: Float[Array, "N L"],
+    ids: Int[Array, "N S"],
+    weights: Float[Array, "N S"],
+    index: Int[Array, ""],
+    *,
+    many: bool,
+  ) -> Float[Array, "N L"]:
+    """Returns the weighted sum over those of each token's experts that are here, in float32.
+
+    Args:
+      x: Input of the experts.
+      ids: Numbers among the experts that are here; any other number is an expert elsewhere.
+      weights: Combine weights.
+      index: Of the layer, where the module holds the weights of several: in stacks, axis 0.
+      many: Whether the tokens are those of prefill, which may have an implementation of its own.
+    """
+    from kimi_k3.moe.implementations import ExpertStack, run_experts  # it imports this file
+
+    if "experts" not in self.config.packed_modules:
+      return apply_experts(x, ids, weights, self.num_here, lambda e, rows: self._expert((index, e), rows))
+    names = [f"{name}_{part}" for name in ("w1", "w3", "w2") for part in ("packed", "scale")]
+    leaves = [getattr(self, name)[...] for name in names]
+    compute = self.compute
+    return run_experts(
+      x,
+      ids,
+      weights,
+      ExpertStack(*(leaf if leaf.ndim == 4 else leaf[None] for leaf in leaves)),
+      index,
+      config=self.config,
+      compute=compute,
+      implementation=compute.prefill_expert_implementation if many else compute.expert_implementation,
+      interpret=compute.interpret_kernels,
+    )
+
+  def _expert(self, e: Any, rows: Float[Array, "rows L"]) -> Float[Array, "rows L"]:
     gate, up = self._product("w1", e, rows), self._product("w3", e, rows)
     hidden = gated_activation(self.config, gate, up).astype(self.compute.dtype)
     return self._product("w2", e, hidden)
 
-  def _product(self, name: str, e: Int[Array, ""], rows: Float[Array, "rows I"]) -> Float[Array, "rows O"]:
+  def _product(self, name: str, e: Any, rows: Float[Array, "rows I"]) -> Float[Array, "rows O"]:
     """Multiplies the rows by one matrix of expert e, accumulated in float32."""
     dtype = self.compute.dtype
     if "experts" in self.config.packed_modules:
@@ -136,5 +179,9 @@ class Experts(nnx.Module):
     )
 
 
-def _take(stack: Array, e: Int[Array, ""]) -> Array:
-  return jax.lax.dynamic_index_in_dim(stack, e, keepdims=False)
+def _take(stack: Array, e: Int[Array, ""] | tuple[Int[Array, ""], Int[Array, ""]]) -> Array:
+  """One expert's matrix [., .]; of a stack of layers, that of (layer, expert), without a copy of the layer."""
+  start = e if isinstance(e, tuple) else (e,)
+  start = start[-(stack.ndim - 2) :]
+  one = jax.lax.dynamic_slice(stack, (*start, 0, 0), (*(1,) * len(start), *stack.shape[-2:]))
+  return one.reshape(stack.shape[-2:])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kimi_k3.activations import gated_activation
 from kimi_k3.config import ComputeConfig, KimiK3Config
-from kimi_k3.linear import matrix
+from kimi_k3.linear import Linear, matrix
 from kimi_k3.moe.experts import Experts
 from kimi_k3.moe.router import Router
 from kimi_k3.norms import RMSNorm
-from kimi_k3.sharding import EMBED, MLP
+from kimi_k3.sharding import EMBED, LATENT, MLP
+from kimi_k3.spmd.collectives import Collectives
 
 
 class GatedMLP(nnx.Module):
@@ -29,6 +33,15 @@ class GatedMLP(nnx.Module):
     """Returns the MLP's output in the compute dtype."""
     hidden = gated_activation(self.config, self.gate_proj(x), self.up_proj(x))
     return self.down_proj(hidden.astype(self.compute.dtype))
+
+  def on_own_tokens(self, x: Float[Array, "*batch D"], collectives: Collectives) -> Float[Array, "*batch D"]:
+    """Returns the whole MLP's output of the tokens that this device holds: its weights are gathered for the call."""
+
+    def whole(projection: Any, axis: int):
+      return projection.by(collectives.gather_width(projection.weights(), axis))
+
+    hidden = gated_activation(self.config, whole(self.gate_proj, 1)(x), whole(self.up_proj, 1)(x))
+    return whole(self.down_proj, 0)(hidden.astype(self.compute.dtype))
 
 
 class LatentMoE(nnx.Module):
@@ -49,8 +62,8 @@ class LatentMoE(nnx.Module):
       size, latent = config.hidden_size, config.expert_latent_dim
       packed, fp8 = "latent" in config.packed_modules, "dense" in config.fp8_modules
       form = {"packed": packed, "fp8": fp8, "compute": compute, "rngs": rngs}
-      self.down_proj = matrix(size, latent, axes=(EMBED, MLP), **form)
-      self.up_proj = matrix(latent, size, axes=(MLP, EMBED), **form)
+      self.down_proj = matrix(size, latent, axes=(EMBED, LATENT), **form)
+      self.up_proj = matrix(latent, size, axes=(LATENT, EMBED), **form)
       if config.latent_moe_use_norm:
         self.norm = RMSNorm(latent, eps=config.rms_norm_eps, dtype=compute.weight_dtype, axes=(None,))
     if config.num_shared_experts:
@@ -71,6 +84,73 @@ class LatentMoE(nnx.Module):
     if config.num_shared_experts:
       y = y + self.shared_experts(rows)
     return y.reshape(h.shape), ids.reshape(*h.shape[:2], ids.shape[-1])
+
+  def partial(
+    self, h: Float[Array, "b t D"], valid: Bool[Array, "b t"] | None, index: Any, collectives: Collectives
+  ) -> tuple[Float[Array, "b t D"], Int[Array, "b t S"]]:
+    """Returns the same, computed by many devices of which each has some of the experts and of the widths.
+
+    Args:
+      h: The tokens that this device holds.
+      valid: Real tokens; None: all are. A pad asks for no expert.
+      index: Of this layer in stacked weights, traced.
+      collectives: Between the devices.
+    """
+    ids, weights = (x.reshape(*h.shape[:2], -1) for x in self.router(h.reshape(-1, h.shape[-1])))
+    wanted = ids if valid is None else jnp.where(valid[..., None], ids, self.config.num_experts)
+    found, chosen, combine = collectives.enter_experts(self._into_latent(h, collectives), wanted, weights)
+    y = self.experts.partial(
+      found.reshape(-1, found.shape[-1]),
+      chosen.reshape(-1, chosen.shape[-1]) - collectives.first_expert(self.experts.num_here),
+      combine.reshape(-1, combine.shape[-1]),
+      index,
+      many=collectives.prefill,
+    )
+    y = y.reshape(found.shape).astype(self.compute.dtype)
+    shared, complete = self._shared(h, collectives)
+    if collectives.cuts.latent and not collectives.tokens:  # up_proj gives a partial sum too
+      y, _ = collectives.leave_experts(y, None)
+      out = self.up_proj(collectives.own_latent(self._normed(y)))
+      return collectives.leave_width(out if shared is None else out + shared), ids
+    y, summed = collectives.leave_experts(y, None if complete else shared)
+    y = self._out_of_latent(self._normed(y), collectives)
+    rest = shared if complete else summed
+    return (y if rest is None else y + rest), ids
+
+  def _into_latent(self, h: Array, collectives: Collectives) -> Array:
+    """The experts' input. A latent that is cut is joined; where devices hold different tokens its matrix is."""
+    if self.config.expert_latent_dim is None:
+      return h
+    if not collectives.cuts.latent:
+      return self.down_proj(h)
+    if not collectives.tokens:
+      return collectives.gather_latent(self.down_proj(h))
+    down = cast(Linear, self.down_proj)
+    return down.by(collectives.gather_width(down.weights(), 1))(h)
+
+  def _normed(self, y: Array) -> Array:
+    return self.norm(y) if self.config.expert_latent_dim is not None and self.config.latent_moe_use_norm else y
+
+  def _out_of_latent(self, y: Array, collectives: Collectives) -> Array:
+    if self.config.expert_latent_dim is None:
+      return y
+    if not collectives.cuts.latent:
+      return self.up_proj(y)
+    up = cast(Linear, self.up_proj)
+    return up.by(collectives.gather_width(up.weights(), 0))(y)
+
+  def _shared(self, h: Array, collectives: Collectives) -> tuple[Array | None, bool]:
+    """What the shared experts add, None without any, and whether it is complete or a partial sum over the widths."""
+    if not self.config.num_shared_experts:
+      return None, True
+    if not collectives.cuts.width:
+      return self.shared_experts(h), True
+    if not collectives.tokens:
+      return self.shared_experts(h), False
+    # Either the tokens travel, there and back, or the three matrices do: what is less.
+    if 2 * collectives.cuts.size(collectives.tokens) * h.shape[1] < 3 * self.config.shared_mlp_dim:
+      return collectives.leave_width(self.shared_experts(collectives.enter_width(h))), True
+    return self.shared_experts.on_own_tokens(h, collectives), True
 
 
 def dense_mlp(config: KimiK3Config, compute: ComputeConfig, rngs: nnx.Rngs) -> GatedMLP:

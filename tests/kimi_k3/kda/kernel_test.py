@@ -319,7 +319,7 @@ def test_mosaic_kernel_interpreted_equals_the_reference(args, valid, monkeypatch
 @pytest.mark.parametrize(
   ("implementation", "lower_bound", "packed", "message"),
   [
-    ("pallas", -5.0, False, "'pallas', expected one of: portable, tokamax_mosaic, tokamax_xla_chunked"),
+    ("pallas", -5.0, False, "'pallas', expected one of: portable, tokamax_mosaic, tokamax_xla_chunked, tops"),
     ("tokamax_xla_chunked", None, False, 'needs a gate_lower_bound.*use kda_implementation "portable"'),
     ("tokamax_xla_chunked", -6.0, False, 'gate_lower_bound of at least -5.0, found -6.0.*"portable"'),
     ("tokamax_xla_chunked", -5.0, True, 'does not take packed documents.*"portable"'),

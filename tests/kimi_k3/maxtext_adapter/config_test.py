@@ -77,9 +77,11 @@ def test_fields_of_our_own_are_not_maxtexts_and_null_for_other_models():
   from maxtext.configs import types
 
   ours = set(KimiMaxTextConfig.model_fields) - set(types.MaxTextConfig.model_fields)
-  implementation = {"kda_implementation", "expert_implementation", "decode_sampling_seed"}
-  assert ours <= set(NEW_NAMES) | implementation
-  assert all(KimiMaxTextConfig.model_fields[name].default is None for name in ours - implementation)
+  partitioning = {"partitioning", "mla_cache_cut", "prefill_cut", "interpret_kernels"}
+  implementation = {name for name in ours if name.endswith("_implementation")} | {"decode_sampling_seed", *partitioning}
+  unset = {"partition_mesh", "partition_rules", "prefill_chunk"}
+  assert ours <= set(NEW_NAMES) | implementation | unset
+  assert all(KimiMaxTextConfig.model_fields[name].default is None for name in (ours - implementation) | unset)
 
 
 def test_models_and_tokenizers_are_the_same_list():
@@ -97,7 +99,7 @@ def test_models_and_tokenizers_are_the_same_list():
 def test_how_to_compute_is_read_from_maxtexts_settings(settings, dtype, weight_dtype, precision):
   compute = compute_config(read(*settings))
   assert (compute.dtype, compute.weight_dtype, compute.precision) == (dtype, weight_dtype, precision)
-  assert (compute.kda_implementation, compute.expert_implementation) == ("portable", "portable")
+  assert (compute.kda_implementation, compute.expert_implementation) == ("portable", "reference")
 
 
 def test_every_refused_switch_is_tried_here():

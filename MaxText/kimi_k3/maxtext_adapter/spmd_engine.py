@@ -1,0 +1,254 @@
+"""The engine of the manual partitioning: the same prefill, insert, step and release, on programs of our own."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from kimi_k3.errors import InputError
+from kimi_k3.maxtext_adapter.checkpoint import load_params, storage_settings
+from kimi_k3.maxtext_adapter.config import architecture, compute_config
+from kimi_k3.maxtext_adapter.engine import Forward, check_tokens, checkpoint_path, make_mesh, number_of_slots
+from kimi_k3.spmd import programs
+from kimi_k3.spmd.cuts import Cuts
+from kimi_k3.spmd.model import SpmdModel
+
+EMPTY = -1  # position of a slot that holds no row
+
+
+class SpmdPrefilled:
+  """A prompt that has been run and waits for a slot.
+
+  Attributes:
+    logits: Of its next token [X], float32.
+    length: Its tokens.
+  """
+
+  def __init__(self, logits: Float[Array, " X"], length: int, cache: dict[str, Array]):
+    self.logits, self.length = logits, length
+    self._cache: dict[str, Array] | None = cache
+
+  def take(self) -> dict[str, Array]:
+    """Returns its caches, once."""
+    if self._cache is None:
+      raise ValueError("this prompt has been inserted before: name all its slots in one call, or prefill it again")
+    cache, self._cache = self._cache, None
+    return cache
+
+
+class SpmdEngine:
+  """Prefill, insert, step and release. A row of the caches is a slot, empty until a prompt is inserted."""
+
+  def __init__(self, config: Any):
+    self.config = config
+    self.model = build_model(config)
+    self._num_slots = number_of_slots(config, self.model.mesh.size)
+    unit = self.model.cuts.size(self.model.cuts.heads)
+    self._length = -(-config.max_target_length // unit) * unit
+    self._prompt_length = -(-config.max_prefill_predict_length // unit) * unit
+    abstract = self.model.cache(self._num_slots, self._length, cut=config.mla_cache_cut)
+    self._params = load(self.model, config)
+    self._cache = programs.empty(abstract)
+    self._step = programs.decode_step(self.model, rows=self._num_slots, length=self._length, cut=config.mla_cache_cut)
+    shardings = {name: leaf.sharding for name, leaf in abstract.items()}
+    self._insert = jax.jit(programs.insert, donate_argnums=(0,), out_shardings=shardings)
+    self._positions = np.full(self._num_slots, EMPTY, np.int32)
+
+  @property
+  def num_slots(self) -> int:
+    """Rows that decode at the same time."""
+    return self._num_slots
+
+  @property
+  def max_steps(self) -> int:
+    """Steps that a row can take after the longest prompt."""
+    return self.config.max_target_length - self.config.max_prefill_predict_length
+
+  @property
+  def params(self) -> dict[str, Array]:
+    """The parameters by their names in the tree, each where its sharding puts it."""
+    return self._params
+
+  @property
+  def cache(self) -> dict[str, Array]:
+    """The caches of all slots by the place of their layer; leaves [layers, slots, ...]."""
+    return self._cache
+
+  def prefill(self, tokens: np.ndarray, true_length: int) -> SpmdPrefilled:
+    """Runs a prompt, in chunks of `prefill_chunk` if it is longer.
+
+    Args:
+      tokens: The prompt [T], whole numbers, padded on the right.
+      true_length: Tokens that are no pads.
+
+    Raises:
+      ValueError: if `true_length` is not a length of `tokens`, they are longer than the prompt cache, or one is no
+        token id.
+    """
+    check_tokens(tokens, "of a prompt", self.config.vocab_size)
+    if not 1 <= true_length <= tokens.shape[0]:
+      raise ValueError(f"true_length is {true_length}, expected 1 to the {tokens.shape[0]} tokens given")
+    if true_length > self.config.max_prefill_predict_length:
+      raise ValueError(
+        f"a prompt of {true_length} tokens, longer than the prompt cache of {self.config.max_prefill_predict_length}"
+      )
+    cache = programs.empty(self._prompt_cache)
+    chunk = self.config.prefill_chunk or tokens.shape[0]
+    logits: Any = None
+    size = self._padded(min(chunk, tokens.shape[0]))  # of every part: two programs at most, whatever the length
+    for start in range(0, true_length, chunk):
+      part = tokens[start : min(start + chunk, true_length)]
+      padded = np.zeros((1, size), np.int32)
+      padded[0, : part.shape[0]] = part
+      run = self._prefill(size, start > 0)
+      logits, cache = run.function(self._params, cache, padded, _row(start), _row(part.shape[0]))
+    return SpmdPrefilled(logits[0], true_length, cache)
+
+  def insert(self, prompt: SpmdPrefilled, *slots: int) -> None:
+    """Puts a prompt into an empty slot, or into several: rows that go on differently.
+
+    Raises:
+      ValueError: if a slot does not exist, is in use or is named twice, or the prompt was inserted before.
+    """
+    self._check_slots(slots)
+    if used := [slot for slot in slots if self._positions[slot] != EMPTY]:
+      raise ValueError(f"slot {', '.join(map(str, used))} is in use: release it first")
+    cache = prompt.take()
+    for slot in slots:
+      self._cache = self._insert(self._cache, cache, slot)
+      self._positions[slot] = prompt.length
+
+  def step(self, tokens: np.ndarray) -> Float[Array, "B X"]:
+    """Feeds one token [B] a slot and returns the logits of the next ones. Empty slots are left alone and mean nothing.
+
+    Raises:
+      ValueError: naming the rows whose cache is full, or if `tokens` is not one token id a slot.
+    """
+    check_tokens(tokens, f"for {self.num_slots} slots", self.config.vocab_size)
+    if tokens.shape != (self.num_slots,):
+      raise ValueError(f"{tokens.shape[0]} tokens for {self.num_slots} slots: expected one a slot")
+    limit = self.config.max_target_length
+    if full := np.flatnonzero(self._positions == limit).tolist():
+      raise ValueError(
+        f"slot {', '.join(map(str, full))}: the cache holds {limit} tokens (max_target_length) and is full"
+      )
+    logits, self._cache = self._step.function(
+      self._params, self._cache, tokens.astype(np.int32), self._positions.copy()
+    )
+    self._positions[self._positions != EMPTY] += 1
+    return logits
+
+  def release(self, slot: int) -> None:
+    """Empties a slot. What its caches hold is not read again: the next prompt's replace it.
+
+    Raises:
+      ValueError: if there is no such slot, or it is empty.
+    """
+    self._check_slots([slot])
+    if self._positions[slot] == EMPTY:
+      raise ValueError(f"slot {slot} is empty")
+    self._positions[slot] = EMPTY
+
+  def _check_slots(self, slots: Any) -> None:
+    if not slots:
+      raise ValueError("no slot named")
+    if bad := [slot for slot in slots if not 0 <= slot < self.num_slots]:
+      raise ValueError(f"slot {', '.join(map(str, bad))}: there are slots 0 to {self.num_slots - 1}")
+    if len(set(slots)) < len(slots):
+      raise ValueError(f"slots {list(slots)}: one is named twice")
+
+  @functools.cached_property
+  def _prompt_cache(self) -> dict[str, jax.ShapeDtypeStruct]:
+    return self.model.cache(1, self._prompt_length, cut="sequence", cut_rows=False)
+
+  def _padded(self, tokens: int) -> int:
+    return padded_length(self.model, self.config.prefill_cut, tokens)
+
+  @functools.lru_cache(maxsize=64)  # noqa: B019 - an engine lives as long as its programs
+  def _prefill(self, tokens: int, history: bool) -> programs.Program:
+    return programs.prefill(
+      self.model, rows=1, tokens=tokens, length=self._prompt_length, cut=self.config.prefill_cut, history=history
+    )
+
+
+def make_spmd_forward(config: Any) -> Forward:
+  """Returns (padded tokens [T], true length) -> (logits [T, X], None): see `make_forward`."""
+  model = build_model(config)
+  params = load(model, config)
+
+  @functools.cache
+  def program(tokens: int) -> programs.Program:
+    unit = model.cuts.size(model.cuts.heads)
+    cut = config.prefill_cut
+    return programs.prefill(
+      model, rows=1, tokens=tokens, length=-(-tokens // unit) * unit, cut=cut, history=False, all_logits=True
+    )
+
+  def run(tokens: np.ndarray, true_length: int) -> tuple[Array, Array | None]:
+    size = padded_length(model, config.prefill_cut, tokens.shape[0])
+    padded = np.zeros((1, size), np.int32)
+    padded[0, : tokens.shape[0]] = tokens
+    to_run = program(size)
+    logits, _ = to_run.function(params, programs.empty(to_run.arguments[1]), padded, _row(0), _row(true_length))
+    return logits[0, : tokens.shape[0]], None
+
+  return run
+
+
+def padded_length(model: SpmdModel, cut: str, tokens: int) -> int:
+  """Returns the next number of tokens that the mesh cuts evenly."""
+  parts = model.cuts.size(model.cuts.rows + model.cuts.heads) if cut == "sequence" else 1
+  return -(-tokens // parts) * parts
+
+
+def build_model(config: Any, devices: Sequence[Any] | None = None) -> SpmdModel:
+  """Returns the model of a MaxText config on a mesh of these devices; of all there are without.
+
+  Raises:
+    InputError: if the mesh cannot be made or does not divide the model.
+  """
+  mesh = _manual_mesh(config, devices)
+  cuts = Cuts.of(dict(mesh.shape), config.partition_rules)
+  return SpmdModel(architecture(config), compute_config(config), mesh, cuts, scan=config.scan_layers)
+
+
+def load(model: SpmdModel, config: Any) -> dict[str, Array]:
+  """Returns the checkpoint's parameters where they belong, packed experts in the form that the programs take.
+
+  Raises:
+    InputError: if the checkpoint does not fit.
+  """
+  state: Any = {}
+  for name, leaf in model.stored_params.items():
+    node = state
+    *path, last = name.split(".")
+    for part in path:
+      node = node.setdefault(part, {})
+    node[last] = nnx.Param(leaf, eager_sharding=False)
+  loaded = load_params(checkpoint_path(config), nnx.State(state), storage_settings(config))
+  flat = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(loaded)}
+  return programs.prepare_experts(model, flat)
+
+
+def _manual_mesh(config: Any, devices: Sequence[Any] | None) -> Mesh:
+  sizes: dict[str, int] | None = config.partition_mesh
+  if not sizes:
+    return make_mesh(config, devices)
+  found = jax.devices() if devices is None else devices
+  if math.prod(sizes.values()) != len(found):
+    said = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+    raise InputError(f"partition_mesh is {said}: {math.prod(sizes.values())} devices, found {len(found)}")
+  return Mesh(mesh_utils.create_device_mesh(tuple(sizes.values()), found), tuple(sizes))
+
+
+def _row(value: int) -> np.ndarray:
+  return np.array([value], np.int32)
