@@ -20,11 +20,18 @@ from jaxtyping import Array, Float, Int
 BLOCK = 1024  # queries, and keys; see docs/decisions/0014-mla-on-devices.md
 _LANES = 128
 _ONES = 16  # rows of the smallest tile of a 16-bit dtype
+_RISE = 20.0  # weights up to e^20: far from the largest float32 and bfloat16, also summed
 _VMEM_BYTES = 56 * 2**20  # of 64 MiB on a tpu7x
 
 
 class Softmax(NamedTuple):
-  """A softmax over the keys so far: sum of weighted values, largest score, sum of weights. Queries come last."""
+  """A softmax over the keys so far; queries come last.
+
+  Attributes:
+    values: Sum of the weighted values.
+    largest: The score that weights are relative to: the largest so far, or at most 20 below it.
+    total: Sum of the weights.
+  """
 
   values: Float[Array, "R h V T"]
   largest: Float[Array, "R h 1 T"]
@@ -175,7 +182,10 @@ def _run(call: _Call, state: Softmax | None, q: Array, keys: Keys, low: Array, h
         grid=call.grid,
         in_specs=in_specs,
         out_specs=[by_query(num_values)] if call.causal else state_specs,
-        scratch_shapes=[pltpu.VMEM((n, call.queries), jnp.float32) for n in (num_values, 1, 1)],
+        scratch_shapes=[
+          *(pltpu.VMEM((n, call.queries), jnp.float32) for n in (num_values, 1, 1, 1, num_values + _ONES)),
+          pltpu.SMEM((1,), jnp.int32),
+        ],
       ),
       out_shape=[shape(num_values, q.dtype)] if call.causal else statistics,
       input_output_aliases={} if call.causal else {6: 0, 7: 1, 8: 2},
@@ -188,70 +198,115 @@ def _run(call: _Call, state: Softmax | None, q: Array, keys: Keys, low: Array, h
   )
 
 
+class _Scratch(NamedTuple):
+  """The softmax of a block of queries, and what a block of keys would add to it."""
+
+  values: Any
+  largest: Any  # what weights are relative to: the largest score, or at most _RISE below it
+  total: Any
+  rise: Any
+  sums: Any
+  again: Any  # whether the keys are still to be added
+
+
 def _kernel(low_ref, high_ref, q_ref, nope_ref, tail_ref, values_ref, *refs, call: _Call, has_state: bool):
   state_refs, refs = (refs[:3], refs[3:]) if has_state else ((), refs)
-  out_refs, scratch = refs[:-3], refs[-3:]
-  acc_ref, largest_ref, total_ref = scratch
-  num_values = acc_ref.shape[0]
+  out_refs, scratch = refs[: -len(_Scratch._fields)], _Scratch(*refs[-len(_Scratch._fields) :])
   row, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
   at_q, at_k, used = call.place(row, i, j, low_ref, high_ref)
+  low, high = low_ref[row] - at_k * call.keys, high_ref[row] - at_k * call.keys
   if call.causal:
-    first, last = used & (at_k == 0), used & (at_k == at_q)
+    first, last, edge = used & (at_k == 0), used & (at_k == at_q), at_k == at_q
   else:
-    first, last = j == 0, j == call.grid[3] - 1
+    first, last, edge = j == 0, j == call.grid[3] - 1, (low > 0) | (high < call.keys)
+  block = _Block(q_ref, nope_ref, tail_ref, values_ref, scratch, call.precision)
 
   @pl.when(first)
   def _():
     if has_state:
-      for to, of in zip(scratch, state_refs, strict=True):
+      for to, of in zip(scratch, state_refs, strict=False):
         to[...] = of[0, 0]
     else:
-      acc_ref[...] = jnp.zeros_like(acc_ref)
-      largest_ref[...] = jnp.full_like(largest_ref, -jnp.inf)
-      total_ref[...] = jnp.zeros_like(total_ref)
+      scratch.values[...] = jnp.zeros_like(scratch.values)
+      scratch.largest[...] = jnp.full_like(scratch.largest, -jnp.inf)
+      scratch.total[...] = jnp.zeros_like(scratch.total)
 
-  def accumulate(masked: bool):
-    q, values = q_ref[0, 0], values_ref[0, 0]
-    score = _scores(q, nope_ref[0, 0], tail_ref[0], call.precision)
-    if masked:
-      key = jax.lax.broadcasted_iota(jnp.int32, score.shape, 0)
-      if call.causal:
-        visible = key <= jax.lax.broadcasted_iota(jnp.int32, score.shape, 1)
-      else:
-        visible = (key >= low_ref[row] - at_k * call.keys) & (key < high_ref[row] - at_k * call.keys)
-      score = jnp.where(visible, score, -jnp.inf)
-    before = largest_ref[...]
-    largest = jnp.maximum(before, jnp.max(score, axis=0, keepdims=True))
-    weight = jnp.exp(score - largest)
-    scale = jnp.exp(before - largest)
-    largest_ref[...] = largest
-    # A row of ones sums the weights in the matrix unit, as it does the values: vector operations are the scarcer.
-    ones = jnp.ones((_ONES, values.shape[1]), values.dtype)
-    sums = _dot(jnp.concatenate([values, ones], axis=0), weight.astype(values.dtype), call.precision)
-    total_ref[...] = total_ref[...] * scale + sums[num_values : num_values + 1]
-    acc_ref[...] = acc_ref[...] * scale + sums[:num_values]
+  def visible(key, query):
+    return key <= query if call.causal else (key >= low) & (key < high)
 
-  if call.causal:
-    edge = at_k == at_q
-  else:
-    edge = (low_ref[row] > at_k * call.keys) | (high_ref[row] < (at_k + 1) * call.keys)
-  pl.when(used & edge)(lambda: accumulate(masked=True))
-  pl.when(used & ~edge)(lambda: accumulate(masked=False))
+  pl.when(used & edge)(lambda: block.add(visible))
+  # Without a state the first keys have nothing that their weights could be relative to.
+  scratch.again[0] = jnp.where(used & ~edge, 1, 0)
+  pl.when(used & ~edge if has_state else used & ~edge & ~first)(block.add_fast)
+  pl.when(scratch.again[0] == 1)(lambda: block.add(None))
 
   @pl.when(last)
   def _():
     if call.causal:
-      out_refs[0][0, 0] = (acc_ref[...] / total_ref[...]).astype(out_refs[0].dtype)
+      out_refs[0][0, 0] = (scratch.values[...] / scratch.total[...]).astype(out_refs[0].dtype)
     else:
-      for to, of in zip(out_refs, scratch, strict=True):
+      for to, of in zip(out_refs, scratch, strict=False):
         to[0, 0] = of[...]
 
 
-def _scores(q, nope, tail, precision: Any):
-  width = nope.shape[-1]
-  if width % _LANES == 0:  # joined in registers: one pass through a 256-deep matrix unit
-    return _dot(jnp.concatenate([nope, tail], axis=-1), q, precision)
-  return _dot(nope, q[:width], precision) + _dot(tail, q[width:], precision)
+class _Block(NamedTuple):
+  """Queries, keys and values of one step."""
+
+  q: Any
+  nope: Any
+  tail: Any
+  values: Any
+  scratch: _Scratch
+  precision: Any
+
+  def add(self, visible: Callable | None):
+    """Adds the keys to the softmax, those that `visible` shows by their numbers in the block; all where it is None."""
+    score, scratch = self._scores(), self.scratch
+    if visible is not None:
+      key, query = (jax.lax.broadcasted_iota(jnp.int32, score.shape, axis) for axis in (0, 1))
+      score = jnp.where(visible(key, query), score, -jnp.inf)
+    before = scratch.largest[...]
+    largest = jnp.maximum(before, jnp.max(score, axis=0, keepdims=True))
+    scale = jnp.exp(before - largest)
+    scratch.largest[...] = largest
+    self._sum(jnp.exp(score - largest))
+    self._add_sums(scale)
+
+  def add_fast(self):
+    """Adds all keys relative to the largest score before them, unless one rises far above it: then `again` stays set.
+
+    Weights need not wait for the largest of all scores, which would hold the block's scores in memory meanwhile.
+    Relative to a score that is a little lower the softmax is the same.
+    """
+    score, scratch = self._scores(), self.scratch
+    before = scratch.largest[...]
+    scratch.rise[...] = jnp.max(score, axis=0, keepdims=True) - before
+    self._sum(jnp.exp(score - before))
+    small = jnp.max(scratch.rise[...]) <= _RISE  # not where a score is NaN
+
+    @pl.when(small)
+    def _():
+      self._add_sums(1.0)
+      scratch.again[0] = 0
+
+  def _scores(self):
+    q, nope, tail = self.q[0, 0], self.nope[0, 0], self.tail[0]
+    width = nope.shape[-1]
+    if width % _LANES == 0:  # joined in registers: one pass through a 256-deep matrix unit
+      return _dot(jnp.concatenate([nope, tail], axis=-1), q, self.precision)
+    return _dot(nope, q[:width], self.precision) + _dot(tail, q[width:], self.precision)
+
+  def _sum(self, weight):
+    # Rows of ones sum the weights in the matrix unit, as it does the values: vector operations are scarcer.
+    values = self.values[0, 0]
+    values = jnp.concatenate([values, jnp.ones((_ONES, values.shape[1]), values.dtype)], axis=0)
+    self.scratch.sums[...] = _dot(values, weight.astype(values.dtype), self.precision)
+
+  def _add_sums(self, scale):
+    values, total, sums = self.scratch.values, self.scratch.total, self.scratch.sums
+    count = values.shape[0]
+    total[...] = total[...] * scale + sums[count : count + 1]
+    values[...] = values[...] * scale + sums[:count]
 
 
 def _dot(a, b, precision: Any):

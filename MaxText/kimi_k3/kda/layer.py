@@ -139,6 +139,9 @@ class KDA(nnx.Module):
       state = self.cache.recurrent_state[...]
     else:
       state = jnp.zeros((q.shape[0], *q.shape[2:], v.shape[-1]), jnp.float32)
+    if self.compute.kda_implementation != "portable":
+      # Others compute in the dtype of what they are given: that of the released model's convolutions.
+      q, k, v = (x.astype(self.compute.dtype) for x in (q, k, v))
     o, state = run_kda(
       q,
       k,

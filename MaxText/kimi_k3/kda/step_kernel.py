@@ -22,7 +22,7 @@ from kimi_k3.errors import InputError
 from kimi_k3.kda.reference import kda_step, l2_normalize
 
 IMPLEMENTATIONS = ("pallas", "portable")
-_SUBLANES = 8  # rows of a float32 register
+_SUBLANES = 8  # rows of a float32 register; of bfloat16 it has twice as many
 _DECAY, _K, _Q, _QK = range(4)  # rows of a register; the first three multiply rows of a state
 _VALUE, _BETA = range(2)  # of another one, beside _QK, for columns of it
 _L2_EPS = 1e-6  # of l2_normalize
@@ -89,9 +89,9 @@ def require_tpu(what: str, advice: str) -> None:
 
 
 def _check_tiles(key_dim: int, value_dim: int) -> None:
-  if key_dim % _SUBLANES or value_dim % 128:
+  if key_dim % (2 * _SUBLANES) or value_dim % 128:
     raise InputError(
-      f"KDA step implementation 'pallas' takes states [K, V] with K a multiple of {_SUBLANES} and V of 128, found "
+      f"KDA step implementation 'pallas' takes states [K, V] with K a multiple of {2 * _SUBLANES} and V of 128, found "
       f'[{key_dim}, {value_dim}]: use "portable"'
     )
 
@@ -131,10 +131,7 @@ def _pallas(q, k, v, g, beta, states, layer, active, interpret: bool):
       out_specs=[plan.spec(inputs[2]), in_hbm],
       scratch_shapes=[
         pltpu.VMEM((_BUFFERS, plan.item_rows, plan.item_heads, key_dim, value_dim), jnp.float32),
-        # Thirds of bfloat16, whose product with float32 sums the CPU does not have.
-        pltpu.VMEM(
-          (plan.item_rows, plan.item_heads, key_dim, 3 * _SUBLANES), jnp.float32 if interpret else jnp.bfloat16
-        ),
+        _thirds_scratch((plan.item_rows, plan.item_heads), key_dim, interpret),
         pltpu.VMEM((plan.item_rows, plan.item_heads, _SUBLANES, value_dim), jnp.float32),
         pltpu.SemaphoreType.DMA((_BUFFERS,)),
         pltpu.SemaphoreType.DMA((_BUFFERS,)),
@@ -259,7 +256,7 @@ def _kernel(
     pl.when(item + ahead < items.count)(functools.partial(load_ahead, item))
     inputs = {(r, h): (thirds[r, h], factors[r, h]) for r, h in members}
     items.wait_for_load(item)
-    rows, select = items.rows(item), _selector(states.shape[-1], thirds.dtype)
+    rows, select = items.rows(item), _selector(states.shape[-1])
     for r, h in members:
       prepare(item + 1, r, h)  # in the shadow of the work on this item, whose own inputs have been read
       _step_head(*inputs[r, h], items.buffer(item).at[r, h], o.at[items.head(item) + h, pl.ds(rows[r], 1)], select)
@@ -299,30 +296,29 @@ class _Items:
     return self._buffers.at[item % _BUFFERS]
 
   def start_load(self, item) -> None:
-    for copy in self._copies(item, out=False):
-      copy.start()
-
-  def wait_for_load(self, item) -> None:
-    for copy in self._copies(item, out=False):
-      copy.wait()
+    for hbm, vmem in self._parts(item):
+      pltpu.make_async_copy(hbm, vmem, self._loads.at[item % _BUFFERS]).start()
 
   def start_store(self, item) -> None:
-    for copy in self._copies(item, out=True):
-      copy.start()
+    for hbm, vmem in self._parts(item):
+      pltpu.make_async_copy(vmem, hbm, self._stores.at[item % _BUFFERS]).start()
+
+  def wait_for_load(self, item) -> None:
+    self._wait(item, self._loads)
 
   def wait_for_store(self, item) -> None:
-    for copy in self._copies(item, out=True):
-      copy.wait()
+    self._wait(item, self._stores)
 
-  def _copies(self, item, *, out: bool) -> Iterator:
+  def _parts(self, item) -> Iterator[tuple]:
+    """Where the rows of an item are in HBM and in its buffer."""
     heads = pl.ds(self._grid_head + self.head(item), self._plan.item_heads)
     for r, row in enumerate(self.rows(item)):
-      hbm = self._states.at[self._layer, self._block * self._plan.block_rows + row, heads]
-      vmem = self.buffer(item).at[r]
-      if out:
-        yield pltpu.make_async_copy(vmem, hbm, self._stores.at[item % _BUFFERS])
-      else:
-        yield pltpu.make_async_copy(hbm, vmem, self._loads.at[item % _BUFFERS])
+      yield self._states.at[self._layer, self._block * self._plan.block_rows + row, heads], self.buffer(item).at[r]
+
+  def _wait(self, item, semaphores) -> None:
+    """Waits for a buffer's worth of bytes: for all rows at once."""
+    buffer = self.buffer(item)
+    pltpu.make_async_copy(buffer, buffer, semaphores.at[item % _BUFFERS]).wait()
 
 
 def _number(row: Float32[Array, "1 C"], lane: int | Int32[Array, ""]) -> Float32[Array, "1 1"]:
@@ -342,8 +338,31 @@ def _prepare(q, k, v, g, beta, dtype):
   qk = sums[_QK : _QK + 1] * norms[_K : _K + 1] * norms[_Q : _Q + 1]
   high = _truncate(multipliers)
   middle = _truncate(multipliers - high)
-  thirds = jnp.concatenate([x.astype(dtype) for x in (high, middle, multipliers - high - middle)], axis=0)
-  return thirds.T, _stack({_VALUE: v, _BETA: beta, _QK: qk})
+  thirds = jnp.concatenate([high, middle, multipliers - high - middle], axis=0)
+  return _pack(thirds, dtype), _stack({_VALUE: v, _BETA: beta, _QK: qk})
+
+
+def _thirds_scratch(shape: tuple[int, ...], key_dim: int, interpret: bool):
+  """For columns of bfloat16, two in a word.
+
+  As bfloat16 their layout would depend on an option of the compiler (topology.COMPILE_OPTIONS), and with it the loop
+  takes 15 % longer. The CPU has no product of bfloat16 with float32 sums, so interpret mode has float32.
+  """
+  if interpret:
+    return pltpu.VMEM((*shape, key_dim, 3 * _SUBLANES), jnp.float32)
+  return pltpu.VMEM((*shape, key_dim // 2, 3 * _SUBLANES), jnp.uint32)
+
+
+def _pack(thirds: Float32[Array, "24 K"], dtype) -> Array:
+  """As columns, in the form of `_thirds_scratch`."""
+  if dtype == jnp.float32:
+    return thirds.T
+  return pltpu.bitcast(thirds.astype(jnp.bfloat16).T, jnp.uint32)
+
+
+def _unpack(thirds: Array) -> Array:
+  """[K, 24], bfloat16, or float32 in interpret mode."""
+  return thirds if thirds.dtype == jnp.float32 else pltpu.bitcast(thirds, jnp.bfloat16)
 
 
 def _stack(rows: dict[int, Float32[Array, "1 C"]]) -> Float32[Array, "8 D"]:
@@ -368,16 +387,17 @@ def _step_head(thirds, factors, state, o, select) -> None:
   exact: a float32 is the sum of three bfloat16.
 
   Args:
-    thirds: [K, 24], d, k and q in three parts each, which bfloat16 holds.
+    thirds: d, k and q as columns, in three parts each, in the form of `_thirds_scratch`.
     factors: [8, V], rows v, beta and k . q.
     state: [K, V], a reference.
     o: [1, V], a reference.
     select: Of `_selector`.
   """
   # Named, since Mosaic refuses "highest", which may be the caller's default, for bfloat16.
+  thirds = _unpack(thirds)
   columns = jax.lax.dot_general(
     thirds,
-    select,
+    select.astype(thirds.dtype),
     (((1,), (0,)), ((), ())),
     precision=jax.lax.Precision.DEFAULT,
     preferred_element_type=jnp.float32,
@@ -396,8 +416,8 @@ def _truncate(x: Float32[Array, "8 K"]) -> Float32[Array, "8 K"]:
   return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _selector(value_dim: int, dtype):
+def _selector(value_dim: int):
   """[24, 3 V]: for each of d, k and q, V columns with ones where its thirds are, and zeros elsewhere."""
   shape = (3 * _SUBLANES, 3 * value_dim)
   row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) % _SUBLANES
-  return (row == jax.lax.broadcasted_iota(jnp.int32, shape, 1) // value_dim).astype(dtype)
+  return (row == jax.lax.broadcasted_iota(jnp.int32, shape, 1) // value_dim).astype(jnp.float32)

@@ -58,8 +58,8 @@ def tops_chunk_kda(
 ) -> tuple[Float32[Array, "B T H V"], Float32[Array, "B H K V"]]:
   """Returns each token's output and the state after the last one, by `chunk_kda` of tops.
 
-  Normalisation, gate and pads are the caller's: only what versions with a `safe_gate` have in common is asked for. There is no
-  gradient.
+  Normalisation, gate and pads are the caller's: only what versions with a `safe_gate` have in common is asked for.
+  There is no gradient.
 
   Args:
     q: Normalised queries, not scaled.

@@ -134,6 +134,7 @@ class Experts(nnx.Module):
     from kimi_k3.moe.implementations import ExpertStack, run_experts  # it imports this file
 
     if "experts" not in self.config.packed_modules:
+      ids = jnp.where((ids >= 0) & (ids < self.num_here), ids, self.num_here)
       return apply_experts(x, ids, weights, self.num_here, lambda e, rows: self._expert((index, e), rows))
     names = [f"{name}_{part}" for name in ("w1", "w3", "w2") for part in ("packed", "scale")]
     leaves = [getattr(self, name)[...] for name in names]

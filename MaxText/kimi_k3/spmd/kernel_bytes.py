@@ -17,7 +17,7 @@ def decode_kernel_bytes(*, hit: float = 1.0, filled: float = 1.0) -> dict[str, K
     filled: Part of the latent cache that rows have filled: only this is read. One token is written.
   """
   return {
-    "kda_step": layer_of_stack({_KDA_STATES}),
+    "kda_step*": layer_of_stack({_KDA_STATES}),
     "expert_decode": layer_of_stack(_EXPERT_WEIGHTS, share=dict.fromkeys(_EXPERT_WEIGHTS, hit)),
     "latent_step": layer_of_stack({_LATENTS}, share={_LATENTS: filled, -1 - 2: 0.0}),
   }

@@ -103,6 +103,17 @@ class SpmdModel:
       units += [unit(f"blocks.layers_{j}", LEAD_LAYERS + j, plan.num_blocks) for j in range(BLOCK_LAYERS)]
     return (*units, *(unit(f"tail_{i}", plan.first_tail + i) for i in range(plan.num_tail)))
 
+  def shortened(self, layers: int) -> SpmdModel:
+    """Returns the model of the first `layers` layers, of which the last is MLA as in the whole.
+
+    Folded, it has every kind of layer from 13 on, and compiles in the time of the whole. For tests and quick looks.
+    """
+    c = self.config
+    kda = tuple(i for i in c.kda_layers if i < layers)
+    mla = (*(i for i in c.full_attention_layers if i < layers), layers)
+    config = dataclasses.replace(c, num_layers=layers, kda_layers=kda, full_attention_layers=mla)
+    return dataclasses.replace(self, config=config)
+
   # Where everything lies.
 
   @functools.cached_property
@@ -139,17 +150,8 @@ class SpmdModel:
       InputError: if decoding and prefill read different forms, or one does not run on these devices.
     """
     compute, kind = self.compute, self.mesh.devices.flat[0].device_kind
-    named = {
-      "expert_implementation": compute.expert_implementation,
-      "prefill_expert_implementation": compute.prefill_expert_implementation,
-    }
-    forms: dict[str, Form] = {
-      key: implementations.form_of(value, kind, interpret=compute.interpret_kernels) for key, value in named.items()
-    }
-    if len(set(forms.values())) > 1:
-      said = ", ".join(f"{key} {named[key]} reads {form}" for key, form in forms.items())
-      raise InputError(f"{said}: the experts are kept in one form, choose two that read the same")
-    return forms["expert_implementation"]
+    named = [compute.expert_implementation, compute.prefill_expert_implementation]
+    return implementations.shared_form(named, kind, interpret=compute.interpret_kernels)
 
   def cache(self, rows: int, length: int, *, cut: str, cut_rows: bool = True) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape, dtype and sharding of the caches.

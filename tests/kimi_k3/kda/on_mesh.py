@@ -1,4 +1,4 @@
-"""KDA on the local heads of eight simulated devices: `on_mesh.py ANSWER.json IMPLEMENTATION...` makes them and computes.
+"""KDA on the local heads of eight simulated devices, as a process: `on_mesh.py ANSWER.json IMPLEMENTATION...`.
 
 The answer holds, by implementation, the largest difference to one device, over the largest value: outputs, states.
 """

@@ -64,3 +64,36 @@ def test_a_layer_in_a_scan_moves_its_own_histories():
     y, alone = _step(x, taps, stack, jnp.int32(layer), None)
     np.testing.assert_allclose(ys[layer], y, rtol=0, atol=TOLERANCE * np.abs(y).max())
     np.testing.assert_array_equal(after[layer], alone[layer])
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("topology", ["tpu7x:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize(("rows", "heads"), [(1, 3), (64, 3), (256, 3), (64, 12), (8, 96)])
+def test_a_scan_over_layers_updates_the_histories_in_place(topology, rows, heads):
+  from kimi_k3.capacity.hlo import copies, parse
+  from kimi_k3.capacity.topology import compile_for, tpu_mesh
+
+  blocks, width = 22, 128
+  mesh = tpu_mesh(topology, {"x": 1})
+
+  def decode(x, taps, stacks, active):
+    def block(carry, i):
+      x, stacks = carry
+      moved = []
+      for states in stacks:
+        y, states = short_conv_step_stacked(x, taps, states, i, active)
+        x = x + y.astype(x.dtype)
+        moved.append(states)
+      return (x, moved), None
+
+    return jax.lax.scan(block, (x, stacks), jnp.arange(blocks, dtype=jnp.int32))[0]
+
+  def array(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P()))
+
+  stack = array(blocks, rows, WIDTH - 1, BRANCHES, heads, width)
+  args = (array(rows, BRANCHES, heads, width), array(BRANCHES, WIDTH, heads, width), [stack] * 3)
+  with jax.numpy_rank_promotion("allow"):
+    report = compile_for(mesh, decode, (*args, array(rows, dtype=jnp.bool_)), donate=(2,))
+  assert [copy for copy in copies(parse(report.text)) if copy.source.dims[0] == blocks] == []
+  assert report.memory.temp_bytes < max(stack.size * 2 / 8, 2**20)

@@ -184,7 +184,10 @@ def test_what_cannot_run_here_is_refused(implementation, message):
 def test_states_that_do_not_fill_registers_are_refused_by_the_compiled_kernel():
   from tokamax import config
 
-  with config.cross_compile(True), pytest.raises(InputError, match=r"K a multiple of 8 and V of 128, found \[32, 48\]"):
+  with (
+    config.cross_compile(True),
+    pytest.raises(InputError, match=r"K a multiple of 16 and V of 128, found \[32, 48\]"),
+  ):
     run(make_case(1), jnp.int32(0), implementation="pallas", interpret=False)
 
 
@@ -195,14 +198,14 @@ def compiled_scan(topology, rows, heads):
   blocks, width = 22, 128
   mesh = tpu_mesh(topology, {"x": 1})
 
-  def decode(x, stacks, active):
+  def decode(x, rates, stacks, active):
     def block(carry, i):
       x, stacks = carry
       moved = []
       for states in stacks:
         q, k, v, a = jax.nn.silu(x), jax.nn.silu(-x), jax.nn.silu(2 * x), x
-        g, beta = -5.0 * jax.nn.sigmoid(a), jax.nn.sigmoid(x[..., 0])
-        o, states = kda_step_stacked(q, k, v, g, beta, states, i, active=active, implementation="pallas")
+        g = -5.0 * jax.nn.sigmoid(a)
+        o, states = kda_step_stacked(q, k, v, g, rates, states, i, active=active, implementation="pallas")
         x = x + o
         moved.append(states)
       return (x, moved), None
@@ -213,9 +216,9 @@ def compiled_scan(topology, rows, heads):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P()))
 
   stacks = [array(blocks, rows, heads, width, width)] * 3
-  args = (array(rows, heads, width), stacks, array(rows, dtype=jnp.bool_))
+  args = (array(rows, heads, width), array(rows, heads), stacks, array(rows, dtype=jnp.bool_))
   with jax.numpy_rank_promotion("allow"):
-    return compile_for(mesh, decode, args, donate=(1,)), 3 * 4 * blocks * rows * heads * width**2
+    return compile_for(mesh, decode, args, donate=(2,)), 3 * 4 * blocks * rows * heads * width**2
 
 
 @pytest.mark.aot

@@ -1,4 +1,4 @@
-"""The optional backend: what it hands over, on a stand-in with the real one's conventions, and the real one if there."""
+"""The optional backend: what it hands over, on a stand-in with the real conventions, and the real one where it is."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_another_package_of_that_name_is_refused_and_not_imported(install):
 def test_a_version_that_gives_nan_at_the_bound_is_refused(install):
   old = STAND_IN.replace("safe_gate=False,", "").replace(" and safe_gate", "")
   install({"tops/ops/__init__.py": "", "tops/ops/kda/__init__.py": old})
-  with pytest.raises(InputError, match="has no safe_gate.*install a later version"):
+  with pytest.raises(InputError, match=r"has no safe_gate.*install a later version"):
     run_kda(*make_case()[0], lower_bound=-5.0, valid=None, resets=None, implementation="tops")
 
 

@@ -96,8 +96,8 @@ def case(tiny_checkpoint, tmp_path_factory) -> Case:
 
 
 @pytest.fixture
-def run(case, convert, tmp_path) -> Callable[..., Any]:
-  def ask(cases: dict[str, tuple[list[str], Any]]) -> Any:
+def run(convert, tmp_path) -> Callable[..., Any]:
+  def ask(cases: dict[str, tuple[list[str], Any]], case: Case) -> Any:
     used = {int(token) for name in ("tokens", "greedy") for row in case.of(name) for token in row}
     request = {
       "converted": str(convert(case.checkpoint, "--scan")),
@@ -117,13 +117,23 @@ def run(case, convert, tmp_path) -> Callable[..., Any]:
 
 
 def test_eight_devices_answer_as_the_reference_and_each_holds_its_share(case, run):
-  check(case, run(CASES), CASES)
+  check(case, run(CASES, case), CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW_CASES)
 def test_other_cuts_answer_as_the_reference_and_each_device_holds_its_share(name, case, run):
-  check(case, run({name: SLOW_CASES[name]}), {name: SLOW_CASES[name]})
+  check(case, run({name: SLOW_CASES[name]}, case), {name: SLOW_CASES[name]})
+
+
+@pytest.mark.slow
+def test_experts_that_are_not_packed_are_cut_too(kimi_linear_tiny, run):
+  case = Case(kimi_linear_tiny.checkpoint, kimi_linear_tiny.arrays)
+  settings = ["partition_mesh=attn_dp_expert=4,model=2"]
+  (answer,) = run({"kimi-linear": (settings, None)}, case).values()
+  for found, expected in zip(answer["logits"], case.of("logits"), strict=True):
+    assert np.abs(np.array(found) - expected[-1]).max() <= TOLERANCE * np.abs(expected).max()
+  assert answer["ids"] == [ids[:STEPS].tolist() for ids in case.of("greedy")]
 
 
 def check(case: Case, answers: dict[str, Any], cases: dict[str, tuple[list[str], dict[str, int]]]) -> None:

@@ -1,0 +1,42 @@
+"""K3 folded to 13 layers, at the released widths, compiled for 32 devices of TPU v7x. All of it: tests/aot."""
+
+from __future__ import annotations
+
+import pytest
+
+from kimi_k3.capacity import hlo, topology, traffic
+from kimi_k3.resources import configs_dir
+
+GIB = 2**30
+LAYERS, MOE_LAYERS, MLA_LAYERS, KDA_LAYERS = 13, 12, 4, 9
+ROWS, CONTEXT = 64, 8192
+
+
+@pytest.mark.skipif(not topology.has_libtpu(), reason="libtpu exists for Linux on x86-64 only")
+def test_a_step_of_k3_reduces_twice_a_layer_copies_no_weights_and_reads_what_it_must():
+  from kimi_k3.maxtext_adapter.settings import read_config
+  from kimi_k3.maxtext_adapter.spmd_engine import build_model
+  from kimi_k3.spmd import programs
+  from kimi_k3.spmd.kernel_bytes import decode_kernel_bytes
+
+  devices = topology.tpu_devices("tpu7x:2x2x4")
+  config = read_config(str(configs_dir() / "tpu7x-32.yml"), ["model_name=kimi-k3"])
+  model = build_model(config, devices).shortened(LAYERS)
+  program = programs.decode_step(model, rows=ROWS, length=CONTEXT, cut=config.mla_cache_cut)
+  report = topology.compile_for(
+    model.mesh, program.function, program.arguments, options=topology.FAST_COMPILE_OPTIONS
+  )
+  parsed = hlo.parse(report.text)
+
+  collectives = hlo.collectives(parsed)
+  kinds = {kind: sum(c.calls for c in collectives if c.kind == kind) for kind in {c.kind for c in collectives}}
+  assert kinds == {"all-reduce": 2 * LAYERS + 1, "all-to-all": 2 * MLA_LAYERS}  # the one is the embedding's
+  kernels = hlo.kernels(parsed)
+  assert [n for name, n in kernels.items() if name.startswith("kda_step")] == [KDA_LAYERS]
+  assert (kernels["expert_decode"], kernels["latent_step"]) == (MOE_LAYERS, MLA_LAYERS)
+
+  assert report.memory.temp_bytes <= 0.1 * GIB  # seen: 0.035
+  assert report.memory.alias_bytes >= 0.99 * report.memory.output_bytes - 64 * 1024**2  # caches stay where they are
+  cut = {"devices_heads": 32, "devices_experts": 32, "latent_cuts": 32}
+  must = traffic.decode_traffic(model.config, batch=ROWS, context=CONTEXT, **cut)
+  assert hlo.hbm_bytes(parsed, decode_kernel_bytes()).total <= 1.15 * must.total_worst
