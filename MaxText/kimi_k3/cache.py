@@ -1,4 +1,4 @@
-"""The recurrent state of a KDA layer: as cache variables that MaxText's engine carries, and as a view of stacked arrays.
+"""The recurrent state of a KDA layer: as cache variables that MaxText's engine carries, or a view of stacked arrays.
 
 MaxEngine inserts a prefill's cache into a slot by the variables' names, so the two names here are its contract:
 `recurrent_state` and `conv_state`, batch first. The MLA latents are in MaxText's own MlaKVCache.

@@ -1,6 +1,6 @@
 """The decode step of KDA: the compiler's schedule of its TPU kernel, or its time beside a copy of the same bytes.
 
-    python benchmarks/kernels/kda.py                                   schedules of the cases below, for tpu7x; no TPU needed
+    python benchmarks/kernels/kda.py                                   schedules of the cases below; no TPU needed
     python benchmarks/kernels/kda.py --topology v6e:2x2 --case 64x12   rows x heads
     python benchmarks/kernels/kda.py --time                            on a TPU or GPU: step and copy in turns
 
@@ -68,8 +68,8 @@ def compile_step(rows: int, heads: int, topology: str) -> None:
   shapes = arguments_of(rows, heads, 2)
   args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, jax.P())) for x in shapes]
 
-  def step(*args):
-    return kda_step_stacked(*args, active=None, implementation="pallas")
+  def step(q, k, v, g, beta, states, layer):
+    return kda_step_stacked(q, k, v, g, beta, states, layer, active=None, implementation="pallas")
 
   compile_for(mesh, step, args, donate=(5,))
 
@@ -97,14 +97,13 @@ def timing(rows: int, heads: int, repeat: int) -> str:
   if platform not in implementations:
     raise SystemExit(f"--time: a TPU or GPU is needed, the backend is {platform}: leave --time out for the schedule")
   implementation = implementations[platform]
-  inputs = [
-    jax.random.normal(jax.random.key(i), x.shape, x.dtype) for i, x in enumerate(arguments_of(rows, heads, 1)[:5])
-  ]
-  inputs[3:5] = -jnp.abs(inputs[3]), jax.nn.sigmoid(inputs[4])
+  shapes = arguments_of(rows, heads, 1)[:5]
+  q, k, v, g, beta = (jax.random.normal(jax.random.key(i), x.shape, x.dtype) for i, x in enumerate(shapes))
+  g, beta = -jnp.abs(g), jax.nn.sigmoid(beta)
 
   def step(states):
     def layer(states, i):
-      o, states = kda_step_stacked(*inputs, states, i, active=None, implementation=implementation)
+      o, states = kda_step_stacked(q, k, v, g, beta, states, i, active=None, implementation=implementation)
       return states, o
 
     return jax.lax.scan(layer, states, jnp.arange(TIMED_LAYERS, dtype=jnp.int32))[0]

@@ -101,8 +101,8 @@ def small_blocks(history_block):
   ("implementation", "history", "history_block"),
   [
     ("portable", True, 48),
-    ("flash", True, 48),
     ("flash", False, 48),
+    pytest.param("flash", True, 48, marks=pytest.mark.slow),  # on eight devices below
     pytest.param("portable", False, 48, marks=pytest.mark.slow),
     pytest.param("portable", True, 4096, marks=pytest.mark.slow),
     pytest.param("flash", True, 4096, marks=pytest.mark.slow),

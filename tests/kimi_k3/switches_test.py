@@ -237,7 +237,10 @@ def test_what_is_no_arithmetic_leaves_the_program_as_it_is(k3_out, usual_program
   [
     ("kda_implementation=fast", "kda_implementation: Input should be 'portable', 'tokamax_xla_chunked' or"),
     ("kda_implementation=tokamax_mosaic", "tokamax_mosaic needs a TPU, the backend is cpu"),
-    ("expert_implementation=fast", "expert_implementation: Input should be 'reference', 'decode_kernel' or 'grouped' (found 'fast')"),
+    (
+      "expert_implementation=fast",
+      "expert_implementation: Input should be 'reference', 'decode_kernel' or 'grouped' (found 'fast')",
+    ),
     ("attention=flash", "attention is flash, which the cpu backend lacks"),
     ("attention=paged", "attention is 'paged': this model supports"),
     ("dtype=float16", "dtype is 'float16': this model supports"),

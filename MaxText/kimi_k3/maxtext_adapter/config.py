@@ -98,11 +98,9 @@ class KimiMaxTextConfig(types.MaxTextConfig):
   partitioning: Literal["auto", "manual"] = pydantic.Field(
     "auto", description="Who writes the collectives: the compiler, or kimi_k3.spmd. The keys below need 'manual'."
   )
-  partition_mesh: Annotated[dict[str, int] | None, pydantic.BeforeValidator(parse_mesh)] = (
-    pydantic.Field(
-      None,
-      description="Mesh axes and their sizes, major first: {model: 8} or 'model=8,expert=4'; null: MaxText's own mesh.",
-    )
+  partition_mesh: Annotated[dict[str, int] | None, pydantic.BeforeValidator(parse_mesh)] = pydantic.Field(
+    None,
+    description="Mesh axes and their sizes, major first: {model: 8} or 'model=8,expert=4'; null: MaxText's own mesh.",
   )
   partition_rules: dict[str, str | list[str]] | None = pydantic.Field(
     None, description="What the mesh axes cut, where it is not the default (kimi_k3.spmd.cuts.RULES)."

@@ -255,8 +255,8 @@ def make_mesh(config: Any, devices: Sequence[Any] | None = None) -> jax.sharding
       return maxtext_utils.get_mesh_from_config(config, devices)
   except (AssertionError, ValueError) as error:
     raise InputError(
-      f"no mesh of {len(devices or jax.devices())} device(s) can be made: {error}; the ici and dcn parallelism settings "
-      "must multiply to the number of devices, and one of them may be -1: what is left"
+      f"no mesh of {len(devices or jax.devices())} device(s) can be made: {error}; the ici and dcn parallelism "
+      "settings must multiply to the number of devices, and one of them may be -1: what is left"
     ) from error
 
 

@@ -22,6 +22,7 @@ from kimi_k3.spmd import programs
 from kimi_k3.spmd.cuts import Cuts
 from kimi_k3.spmd.model import SpmdModel
 
+LATENT_TILE = 128  # positions side by side in a TPU's memory, which the kernels read and write whole
 EMPTY = -1  # position of a slot that holds no row
 
 
@@ -52,9 +53,10 @@ class SpmdEngine:
     self.config = config
     self.model = build_model(config)
     self._num_slots = number_of_slots(config, self.model.mesh.size)
-    unit = self.model.cuts.size(self.model.cuts.heads)
-    self._length = -(-config.max_target_length // unit) * unit
-    self._prompt_length = -(-config.max_prefill_predict_length // unit) * unit
+    self._prompt_length = cache_length(self.model, config.max_prefill_predict_length, cut="sequence")
+    # A prompt is inserted whole, pads at its end included.
+    longest = max(config.max_target_length, self._prompt_length)
+    self._length = cache_length(self.model, longest, cut=config.mla_cache_cut)
     abstract = self.model.cache(self._num_slots, self._length, cut=config.mla_cache_cut)
     self._params = load(self.model, config)
     self._cache = programs.empty(abstract)
@@ -187,10 +189,9 @@ def make_spmd_forward(config: Any) -> Forward:
 
   @functools.cache
   def program(tokens: int) -> programs.Program:
-    unit = model.cuts.size(model.cuts.heads)
-    cut = config.prefill_cut
+    length = cache_length(model, tokens, cut="sequence")
     return programs.prefill(
-      model, rows=1, tokens=tokens, length=-(-tokens // unit) * unit, cut=cut, history=False, all_logits=True
+      model, rows=1, tokens=tokens, length=length, cut=config.prefill_cut, history=False, all_logits=True
     )
 
   def run(tokens: np.ndarray, true_length: int) -> tuple[Array, Array | None]:
@@ -202,6 +203,21 @@ def make_spmd_forward(config: Any) -> Forward:
     return logits[0, : tokens.shape[0]], None
 
   return run
+
+
+def cache_length(model: SpmdModel, tokens: int, *, cut: str) -> int:
+  """Returns how many tokens of latents a row is given: at least `tokens`, cut evenly, and whole tiles on a device.
+
+  Args:
+    model: On its mesh.
+    tokens: To hold.
+    cut: How the latents are cut, "sequence" or "batch".
+  """
+  parts = model.cuts.size(model.cuts.heads) if cut == "sequence" else 1
+  here = -(-tokens // parts)
+  if here > LATENT_TILE:
+    here = -(-here // LATENT_TILE) * LATENT_TILE
+  return here * parts
 
 
 def padded_length(model: SpmdModel, cut: str, tokens: int) -> int:

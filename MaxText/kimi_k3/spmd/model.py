@@ -85,6 +85,7 @@ class SpmdModel:
 
   def __post_init__(self) -> None:
     check_supported(self.config)
+    check_platform(self.compute, self.mesh.devices.flat[0].platform)
     self.cuts.check_fits(self.config)
 
   @functools.cached_property
@@ -369,6 +370,16 @@ def check_supported(config: KimiK3Config) -> None:
     raise InputError(
       f"partitioning is manual, and the checkpoint has {', '.join(faults)}: not supported there, set partitioning=auto"
     )
+
+
+def check_platform(compute: ComputeConfig, platform: str) -> None:
+  """Raises InputError if a kernel is named that these devices cannot run. The experts' are checked with their form."""
+  if platform == "tpu" or compute.interpret_kernels:
+    return
+  keys = ("kda_step_implementation", "mla_step_implementation", "mla_prefill_implementation")
+  named = [f"{key} {getattr(compute, key)}" for key in keys if getattr(compute, key) != "portable"]
+  if named:
+    raise InputError(f"{', '.join(named)}: a TPU is needed, the devices are of {platform}: use portable")
 
 
 def _stack(kind: LayerKind, arrays: list[Array], index: Int[Array, ""]) -> KDAStack | LatentStack:

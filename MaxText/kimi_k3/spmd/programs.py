@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from kimi_k3.block import Context
+from kimi_k3.capacity import replicated
 from kimi_k3.capacity.topology import COMPILE_OPTIONS
 from kimi_k3.errors import InputError
 from kimi_k3.moe import implementations
@@ -22,6 +23,7 @@ from kimi_k3.spmd.model import Arrays, SpmdModel
 
 PREFILL_CUTS = ("sequence", "whole")
 _PREFILL_CACHE_CUT = "sequence"
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -160,6 +162,12 @@ def insert(cache: Arrays, prompt: Arrays, slot: int | Int[Array, ""]) -> Arrays:
     return jax.lax.dynamic_update_slice(all_rows, one.astype(all_rows.dtype), start)
 
   return {name: put(leaf, prompt[name]) for name, leaf in cache.items()}
+
+
+def replicated_leaves(model: SpmdModel) -> replicated.Replicated:
+  """Returns which parameters every device holds whole, with their bytes."""
+  leaves = {name: (leaf.shape, str(leaf.dtype), leaf.sharding.spec) for name, leaf in model.params.items()}
+  return replicated.report(leaves, model.mesh)
 
 
 def empty(abstract: dict[str, jax.ShapeDtypeStruct]) -> Arrays:

@@ -15,20 +15,13 @@ ON_MESH = Path(__file__).parent / "on_mesh.py"
 TOLERANCE = 2e-6
 
 
-@pytest.mark.parametrize(
-  "names",
-  [
-    ("step:portable", "step:pallas", "chunk:portable"),
-    pytest.param(("chunk:tokamax_xla_chunked",), marks=pytest.mark.slow),
-  ],
-  ids="-".join,
-)
-def test_local_heads_under_shard_map_equal_one_device(names, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["step:portable", "step:pallas", "chunk:portable", "chunk:tokamax_xla_chunked"])
+def test_local_heads_under_shard_map_equal_one_device(name, tmp_path):
   answer = tmp_path / "answer.json"
   environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-  command = [sys.executable, str(ON_MESH), str(answer), *names]
+  command = [sys.executable, str(ON_MESH), str(answer), name]
   done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
   assert done.returncode == 0, done.stderr[-4000:]
-  found = json.loads(answer.read_text())
-  assert set(found) == set(names)
-  assert all(difference <= TOLERANCE for pair in found.values() for difference in pair), found
+  (found,) = json.loads(answer.read_text()).values()
+  assert max(found) <= TOLERANCE

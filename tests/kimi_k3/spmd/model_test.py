@@ -79,6 +79,11 @@ def test_a_config_that_means_nothing_is_refused(settings, message, k3_tiny, conv
     (("partition_mesh=tensor=2",), "partition_mesh is tensor 2: 2 devices, found 1"),
     (("expert_implementation=decode_kernel",), "'decode_kernel' needs a TPU, found 'cpu'"),
     (("expert_implementation=grouped",), "'grouped' needs a TPU"),
+    (("mla_step_implementation=pallas", "kda_step_implementation=pallas"), "kda_step_implementation pallas, mla_step_"),
+    (
+      ("mla_prefill_implementation=flash",),
+      "mla_prefill_implementation flash: a TPU is needed, the devices are of cpu",
+    ),
   ],
 )
 def test_what_these_devices_cannot_do_is_refused_before_weights_are_read(
