@@ -95,6 +95,15 @@ def test_the_search_for_addresses_and_paths_lets_pass(line):
   assert not list(violations(line))
 
 
+def test_no_document_has_a_place_left_to_fill():
+  unfilled = {
+    str(path.relative_to(REPO)): found
+    for path in [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md")]
+    if (found := re.findall(r"@[A-Z_]{3,}@", path.read_text()))
+  }
+  assert not unfilled
+
+
 def test_only_the_adapter_imports_maxtext():
   offenders = [
     str(path.relative_to(REPO))

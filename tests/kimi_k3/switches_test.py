@@ -235,7 +235,10 @@ def test_what_is_no_arithmetic_leaves_the_program_as_it_is(k3_out, usual_program
 @pytest.mark.parametrize(
   ("setting", "said"),
   [
-    ("kda_implementation=fast", "kda_implementation: Input should be 'portable', 'tokamax_xla_chunked' or"),
+    (
+      "kda_implementation=fast",
+      "kda_implementation: Input should be 'portable', 'tokamax_xla_chunked', 'tokamax_mosaic' or 'tops'",
+    ),
     ("kda_implementation=tokamax_mosaic", "tokamax_mosaic needs a TPU, the backend is cpu"),
     (
       "expert_implementation=fast",

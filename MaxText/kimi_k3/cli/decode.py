@@ -21,6 +21,9 @@ Decodes prompts with a converted checkpoint. Rows may have any lengths and numbe
 explicit lengths the caches are sized from the longest row and --max-new-tokens. A row ends at the config's
 eos_token_id.
 
+On many devices: partitioning=auto leaves the collectives to the compiler; partitioning=manual has them written down and
+takes TPU kernels by name (configs/tpu7x-32.yml, docs/sharding.md).
+
 Greedy by default. For a draw at a temperature: decode_sampling_strategy=weighted decode_sampling_temperature=0.7
 decode_sampling_seed=1; the same seed gives a row the same tokens in any slot and beside any neighbours.
 """

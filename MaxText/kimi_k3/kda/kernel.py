@@ -126,7 +126,7 @@ def _portable(call: _Call):
 
 
 def _tops(call: _Call):
-  q, k = l2_normalize(call.q), l2_normalize(call.k)
+  q, k = (l2_normalize(x) for x in (call.q, call.k))
   return tops_chunk_kda(q, k, call.v, _decay(call), call.beta, call.state)
 
 

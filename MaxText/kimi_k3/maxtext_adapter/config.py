@@ -41,7 +41,7 @@ def parse_mesh(value: Any) -> Any:
     raise ValueError(f"{', '.join(map(str, bad))}: expected a size of 1 or more, as in {{model: 8}} or 'model=8'")
   if not isinstance(value, str):
     return value
-  pairs = [part.partition("=") for part in value.split(",")]
+  pairs = [part.strip().partition("=") for part in value.split(",")]
   if not all(axis.isidentifier() and size.isdigit() and int(size) for axis, _, size in pairs):
     raise ValueError(f"found {value!r}, expected sizes of 1 or more as in model=8,expert=4")
   if len({axis for axis, _, _ in pairs}) < len(pairs):
@@ -102,7 +102,7 @@ class KimiMaxTextConfig(types.MaxTextConfig):
     None,
     description="Mesh axes and their sizes, major first: {model: 8} or 'model=8,expert=4'; null: MaxText's own mesh.",
   )
-  partition_rules: dict[str, str | list[str]] | None = pydantic.Field(
+  partition_rules: dict[str, Any] | None = pydantic.Field(
     None, description="What the mesh axes cut, where it is not the default (kimi_k3.spmd.cuts.RULES)."
   )
   mla_cache_cut: Literal["sequence", "batch"] = pydantic.Field(
@@ -112,7 +112,7 @@ class KimiMaxTextConfig(types.MaxTextConfig):
     "sequence", description="Whether the residual stream of prefill is cut by tokens."
   )
   prefill_chunk: int | None = pydantic.Field(
-    None, gt=0, description="Tokens of a prompt that are run at a time; null: all."
+    None, gt=0, strict=True, description="Tokens of a prompt that are run at a time; null: all."
   )
   prefill_expert_implementation: ExpertImplementation | None = pydantic.Field(
     None, description="Routed experts in prefill; null: as in expert_implementation."
@@ -280,6 +280,8 @@ def _plain(value: Any) -> Any:
 
 def _mesh_faults(config: KimiMaxTextConfig):
   """Sizes that the mesh would have to cut unevenly. An automatic size (-1) is checked when the mesh is made."""
+  if config.partition_mesh:
+    return  # another mesh, which is checked when it is made
   tensor, autoregressive, expert = (
     max(1, getattr(config, f"ici_{axis}_parallelism")) * max(1, getattr(config, f"dcn_{axis}_parallelism"))
     for axis in ("tensor", "autoregressive", "expert")

@@ -90,9 +90,22 @@ def read_config(path: str, settings: Sequence[str], **derived: Any) -> Any:
       f"{path}: decoder_block is {config.decoder_block.value}, expected {DECODER_BLOCK}: give model_name=kimi-k3 or "
       "use the decode.yml of a converted checkpoint"
     )
+  if config.partitioning == "manual":
+    _check_manual(path, explicit)
   if config.attention == "flash" and jax.default_backend() == "cpu":  # MaxText would say so in the middle of a trace
     raise InputError(f"{path}: attention is flash, which the cpu backend lacks: set dot_product or autoselected")
   return config
+
+
+def _check_manual(path: str, explicit: dict[str, Any]) -> None:
+  """Names settings that the manual partitioning would not look at."""
+  if "logical_axis_rules" in explicit:
+    raise InputError(
+      f"{path}: logical_axis_rules given, which partitioning 'manual' does not read: set partition_rules"
+    )
+  sizes = [key for key in explicit if re.fullmatch(r"(ici|dcn)_\w+_parallelism", key)]
+  if explicit.get("partition_mesh") and sizes:
+    raise InputError(f"{path}: partition_mesh and {', '.join(sorted(sizes))} given: leave one of them out")
 
 
 def _compile_cache() -> dict[str, str]:

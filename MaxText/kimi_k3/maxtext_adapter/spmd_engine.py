@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from kimi_k3.errors import InputError
 from kimi_k3.maxtext_adapter.checkpoint import load_params, storage_settings
 from kimi_k3.maxtext_adapter.config import architecture, compute_config
 from kimi_k3.maxtext_adapter.engine import Forward, check_tokens, checkpoint_path, make_mesh, number_of_slots
+from kimi_k3.moe.decode_kernel import MAX_TOKENS
 from kimi_k3.spmd import programs
 from kimi_k3.spmd.cuts import Cuts
 from kimi_k3.spmd.model import SpmdModel
@@ -53,13 +54,14 @@ class SpmdEngine:
     self.config = config
     self.model = build_model(config)
     self._num_slots = number_of_slots(config, self.model.mesh.size)
+    self._check_chunk()
     self._prompt_length = cache_length(self.model, config.max_prefill_predict_length, cut="sequence")
     # A prompt is inserted whole, pads at its end included.
     longest = max(config.max_target_length, self._prompt_length)
     self._length = cache_length(self.model, longest, cut=config.mla_cache_cut)
     abstract = self.model.cache(self._num_slots, self._length, cut=config.mla_cache_cut)
     self._params = load(self.model, config)
-    self._cache = programs.empty(abstract)
+    self._cache = programs.make_empty(abstract)()
     self._step = programs.decode_step(self.model, rows=self._num_slots, length=self._length, cut=config.mla_cache_cut)
     shardings = {name: leaf.sharding for name, leaf in abstract.items()}
     self._insert = jax.jit(programs.insert, donate_argnums=(0,), out_shardings=shardings)
@@ -103,7 +105,7 @@ class SpmdEngine:
       raise ValueError(
         f"a prompt of {true_length} tokens, longer than the prompt cache of {self.config.max_prefill_predict_length}"
       )
-    cache = programs.empty(self._prompt_cache)
+    cache = self._empty_prompt()
     chunk = self.config.prefill_chunk or tokens.shape[0]
     logits: Any = None
     size = self._padded(min(chunk, tokens.shape[0]))  # of every part: two programs at most, whatever the length
@@ -160,6 +162,16 @@ class SpmdEngine:
       raise ValueError(f"slot {slot} is empty")
     self._positions[slot] = EMPTY
 
+  def _check_chunk(self) -> None:
+    """Refuses a kernel for few tokens where prompts may have more, before the first long one comes."""
+    longest = self.config.max_prefill_predict_length
+    tokens = self._padded(min(self.config.prefill_chunk or longest, longest))
+    if self.model.compute.prefill_expert_implementation == "decode_kernel" and tokens > MAX_TOKENS:
+      raise InputError(
+        f"prefill_expert_implementation decode_kernel takes at most {MAX_TOKENS} tokens at a time, and a chunk of a "
+        f"prompt may have {tokens}: set prefill_chunk={MAX_TOKENS}, or grouped or reference"
+      )
+
   def _check_slots(self, slots: Any) -> None:
     if not slots:
       raise ValueError("no slot named")
@@ -169,8 +181,8 @@ class SpmdEngine:
       raise ValueError(f"slots {list(slots)}: one is named twice")
 
   @functools.cached_property
-  def _prompt_cache(self) -> dict[str, jax.ShapeDtypeStruct]:
-    return self.model.cache(1, self._prompt_length, cut="sequence", cut_rows=False)
+  def _empty_prompt(self) -> Callable[[], dict[str, Array]]:
+    return programs.make_empty(self.model.cache(1, self._prompt_length, cut="sequence", cut_rows=False))
 
   def _padded(self, tokens: int) -> int:
     return padded_length(self.model, self.config.prefill_cut, tokens)
@@ -188,18 +200,19 @@ def make_spmd_forward(config: Any) -> Forward:
   params = load(model, config)
 
   @functools.cache
-  def program(tokens: int) -> programs.Program:
+  def program(tokens: int) -> tuple[programs.Program, Callable[[], dict[str, Array]]]:
     length = cache_length(model, tokens, cut="sequence")
-    return programs.prefill(
+    made = programs.prefill(
       model, rows=1, tokens=tokens, length=length, cut=config.prefill_cut, history=False, all_logits=True
     )
+    return made, programs.make_empty(made.arguments[1])
 
   def run(tokens: np.ndarray, true_length: int) -> tuple[Array, Array | None]:
     size = padded_length(model, config.prefill_cut, tokens.shape[0])
     padded = np.zeros((1, size), np.int32)
     padded[0, : tokens.shape[0]] = tokens
-    to_run = program(size)
-    logits, _ = to_run.function(params, programs.empty(to_run.arguments[1]), padded, _row(0), _row(true_length))
+    to_run, empty = program(size)
+    logits, _ = to_run.function(params, empty(), padded, _row(0), _row(true_length))
     return logits[0, : tokens.shape[0]], None
 
   return run
@@ -234,6 +247,7 @@ def build_model(config: Any, devices: Sequence[Any] | None = None) -> SpmdModel:
   """
   mesh = _manual_mesh(config, devices)
   cuts = Cuts.of(dict(mesh.shape), config.partition_rules)
+  programs.check_prefill_cut(cuts, config.prefill_cut)
   return SpmdModel(architecture(config), compute_config(config), mesh, cuts, scan=config.scan_layers)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -16,6 +17,10 @@ from kimi_k3.moe.router import Router
 from kimi_k3.norms import RMSNorm
 from kimi_k3.sharding import EMBED, LATENT, MLP
 from kimi_k3.spmd.collectives import Collectives
+
+# Of all devices, gathered to the experts: input and sums in float32 are 336 MiB on each. A piece reads the experts that
+# are hit once, which by bandwidth alone takes a quarter of what its arithmetic takes at the peak rate.
+_TOKENS_AT_A_TIME = 16384
 
 
 class GatedMLP(nnx.Module):
@@ -98,24 +103,55 @@ class LatentMoE(nnx.Module):
     """
     ids, weights = (x.reshape(*h.shape[:2], -1) for x in self.router(h.reshape(-1, h.shape[-1])))
     wanted = ids if valid is None else jnp.where(valid[..., None], ids, self.config.num_experts)
-    found, chosen, combine = collectives.enter_experts(self._into_latent(h, collectives), wanted, weights)
-    y = self.experts.partial(
-      found.reshape(-1, found.shape[-1]),
-      chosen.reshape(-1, chosen.shape[-1]) - collectives.first_expert(self.experts.num_here),
-      combine.reshape(-1, combine.shape[-1]),
-      index,
-      many=collectives.prefill,
-    )
-    y = y.reshape(found.shape).astype(self.compute.dtype)
+    x = self._into_latent(h, collectives)
     shared, complete = self._shared(h, collectives)
     if collectives.cuts.latent and not collectives.tokens:  # up_proj gives a partial sum too
-      y, _ = collectives.leave_experts(y, None)
+      y, _ = self._routed(x, wanted, weights, None, index, collectives)
       out = self.up_proj(collectives.own_latent(self._normed(y)))
       return collectives.leave_width(out if shared is None else out + shared), ids
-    y, summed = collectives.leave_experts(y, None if complete else shared)
+    y, summed = self._routed(x, wanted, weights, None if complete else shared, index, collectives)
     y = self._out_of_latent(self._normed(y), collectives)
     rest = shared if complete else summed
     return (y if rest is None else y + rest), ids
+
+  def _routed(
+    self,
+    x: Float[Array, "b t L"],
+    ids: Int[Array, "b t S"],
+    weights: Float[Array, "b t S"],
+    beside: Float[Array, "b t D"] | None,
+    index: Any,
+    collectives: Collectives,
+  ) -> tuple[Float[Array, "b t L"], Float[Array, "b t D"] | None]:
+    """The sums over all experts, and of what is beside them: see `Collectives.leave_experts`.
+
+    Many tokens go piece by piece, as what they take while they are gathered (input, and sums in float32) is the most
+    that a chunk of prefill holds.
+    """
+
+    def piece(x: Array, ids: Array, weights: Array, beside: Array | None):
+      found, chosen, combine = collectives.enter_experts(x, ids, weights)
+      y = self.experts.partial(
+        found.reshape(-1, found.shape[-1]),
+        chosen.reshape(-1, chosen.shape[-1]) - collectives.first_expert(self.experts.num_here),
+        combine.reshape(-1, combine.shape[-1]),
+        index,
+        many=collectives.prefill,
+      )
+      return collectives.leave_experts(y.reshape(found.shape).astype(self.compute.dtype), beside)
+
+    parts = _pieces(x.shape[1], x.shape[0] * collectives.cuts.size(collectives.tokens))
+    if parts == 1:
+      return piece(x, ids, weights, beside)
+
+    def cut(y: Array) -> Array:
+      return jnp.moveaxis(y.reshape(y.shape[0], parts, -1, y.shape[-1]), 1, 0)
+
+    def join(y: Array) -> Array:
+      return jnp.moveaxis(y, 0, 1).reshape(*x.shape[:2], y.shape[-1])
+
+    pieces = jax.tree.map(cut, (x, ids, weights, beside))
+    return jax.tree.map(join, jax.lax.map(lambda args: piece(*args), pieces))
 
   def _into_latent(self, h: Array, collectives: Collectives) -> Array:
     """The experts' input. A latent that is cut is joined; where devices hold different tokens its matrix is."""
@@ -151,6 +187,12 @@ class LatentMoE(nnx.Module):
     if 2 * collectives.cuts.size(collectives.tokens) * h.shape[1] < 3 * self.config.shared_mlp_dim:
       return collectives.leave_width(self.shared_experts(collectives.enter_width(h))), True
     return self.shared_experts.on_own_tokens(h, collectives), True
+
+
+def _pieces(tokens: int, others: int) -> int:
+  """In how many equal pieces a device's tokens go to the experts, `others` tokens of rows and devices with each."""
+  wanted = -(-tokens * others // _TOKENS_AT_A_TIME)
+  return next(parts for parts in range(wanted, tokens + 1) if tokens % parts == 0)
 
 
 def dense_mlp(config: KimiK3Config, compute: ComputeConfig, rngs: nnx.Rngs) -> GatedMLP:

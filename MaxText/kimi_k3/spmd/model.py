@@ -23,6 +23,7 @@ from kimi_k3.cache import KDAStack, LatentStack
 from kimi_k3.config import ComputeConfig, KimiK3Config, LayerKind
 from kimi_k3.errors import InputError
 from kimi_k3.kda.layer import KDA
+from kimi_k3.kda.tops_backend import tops_kda
 from kimi_k3.layout import BLOCK_LAYERS, LEAD_LAYERS, fold
 from kimi_k3.linear import Linear
 from kimi_k3.moe import implementations
@@ -86,7 +87,10 @@ class SpmdModel:
   def __post_init__(self) -> None:
     check_supported(self.config)
     check_platform(self.compute, self.mesh.devices.flat[0].platform)
+    check_experts(self.config, self.compute)
     self.cuts.check_fits(self.config)
+    if "experts" in self.config.packed_modules:
+      _ = self.expert_form  # refuses what these devices cannot run, before any weight is read
 
   @functools.cached_property
   def units(self) -> tuple[_Unit, ...]:
@@ -374,12 +378,28 @@ def check_supported(config: KimiK3Config) -> None:
 
 def check_platform(compute: ComputeConfig, platform: str) -> None:
   """Raises InputError if a kernel is named that these devices cannot run. The experts' are checked with their form."""
-  if platform == "tpu" or compute.interpret_kernels:
+  if compute.kda_implementation == "tops":
+    tops_kda()  # refuses it where that package is not installed
+  if platform == "tpu":
     return
   keys = ("kda_step_implementation", "mla_step_implementation", "mla_prefill_implementation")
-  named = [f"{key} {getattr(compute, key)}" for key in keys if getattr(compute, key) != "portable"]
+  named = [
+    f"{key} {getattr(compute, key)}"
+    for key in keys
+    if getattr(compute, key) != "portable" and not compute.interpret_kernels
+  ]
+  if compute.kda_implementation == "tokamax_mosaic":
+    named.append("kda_implementation tokamax_mosaic")
   if named:
     raise InputError(f"{', '.join(named)}: a TPU is needed, the devices are of {platform}: use portable")
+
+
+def check_experts(config: KimiK3Config, compute: ComputeConfig) -> None:
+  """Raises InputError if a kernel for MXFP4 is named and the experts are stored in another form."""
+  keys = ("expert_implementation", "prefill_expert_implementation")
+  named = [f"{key} {getattr(compute, key)}" for key in keys if getattr(compute, key) != "reference"]
+  if named and "experts" not in config.packed_modules:
+    raise InputError(f"{', '.join(named)}: for experts in MXFP4, which this checkpoint does not have: use reference")
 
 
 def _stack(kind: LayerKind, arrays: list[Array], index: Int[Array, ""]) -> KDAStack | LatentStack:

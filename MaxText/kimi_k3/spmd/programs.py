@@ -18,7 +18,7 @@ from kimi_k3.capacity.topology import COMPILE_OPTIONS
 from kimi_k3.errors import InputError
 from kimi_k3.moe import implementations
 from kimi_k3.spmd.collectives import Collectives
-from kimi_k3.spmd.cuts import Axes
+from kimi_k3.spmd.cuts import Axes, Cuts
 from kimi_k3.spmd.model import Arrays, SpmdModel
 
 PREFILL_CUTS = ("sequence", "whole")
@@ -91,17 +91,11 @@ def prefill(
     InputError: if the mesh does not divide the tokens.
   """
   cuts = model.cuts
-  if cut not in PREFILL_CUTS:
-    raise InputError(f"prefill_cut is {cut!r}, expected one of: {', '.join(PREFILL_CUTS)}")
+  check_prefill_cut(cuts, cut)
   token_axes: Axes = cuts.rows + cuts.heads if cut == "sequence" else ()
   if tokens % cuts.size(token_axes):
     raise InputError(
       f"a chunk of {tokens} tokens: the mesh cuts it into {cuts.size(token_axes)}, expected a multiple of that"
-    )
-  if token_axes and not cuts.heads == cuts.width == cuts.vocab:
-    raise InputError(
-      f"prefill_cut sequence needs heads, width and vocab cut by the same axes, found {list(cuts.heads)}, "
-      f"{list(cuts.width)} and {list(cuts.vocab)}: use prefill_cut=whole"
     )
   cache = model.cache(rows, length, cut=_PREFILL_CACHE_CUT, cut_rows=False)
   comm = Collectives(cuts, rows=(), tokens=token_axes, prefill=True)
@@ -124,6 +118,17 @@ def prefill(
   return _program(model, chunk, arguments, (NamedSharding(model.mesh, spec), _shardings(cache)))
 
 
+def check_prefill_cut(cuts: Cuts, cut: str) -> None:
+  """Raises InputError if prefill cannot be cut so on this mesh."""
+  if cut not in PREFILL_CUTS:
+    raise InputError(f"prefill_cut is {cut!r}, expected one of: {', '.join(PREFILL_CUTS)}")
+  if cut == "sequence" and not cuts.heads == cuts.width == cuts.vocab:
+    raise InputError(
+      f"prefill_cut sequence needs heads, width and vocab cut by the same axes, found {list(cuts.heads)}, "
+      f"{list(cuts.width)} and {list(cuts.vocab)}: use prefill_cut=whole"
+    )
+
+
 def prepare_experts(model: SpmdModel, params: Arrays) -> Arrays:
   """Returns the parameters with packed experts in the form that the programs take. Uses the given ones up."""
   form, found = model.expert_form, dict(params)
@@ -140,8 +145,8 @@ def prepare_experts(model: SpmdModel, params: Arrays) -> Arrays:
       out_specs=tuple(sharding.spec for sharding in wanted),
       check_vma=False,
     )
-    codes, scales = jax.jit(here, donate_argnums=(0, 1))(*stored)
-    found |= dict(zip(names, (codes, scales), strict=True))
+    found |= dict(zip(names, jax.jit(here)(*stored), strict=True))
+    del stored  # of a form that no program takes, and as large
   return found
 
 
@@ -170,13 +175,12 @@ def replicated_leaves(model: SpmdModel) -> replicated.Replicated:
   return replicated.report(leaves, model.mesh)
 
 
-def empty(abstract: dict[str, jax.ShapeDtypeStruct]) -> Arrays:
-  """Returns caches of zeros, each where its sharding puts it."""
-  make = jax.jit(
+def make_empty(abstract: dict[str, jax.ShapeDtypeStruct]) -> Callable[[], Arrays]:
+  """Returns a function that makes caches of zeros, each where its sharding puts it; compiled once."""
+  return jax.jit(
     lambda: {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in abstract.items()},
     out_shardings=_shardings(abstract),
   )
-  return make()
 
 
 def _program(model: SpmdModel, function: Callable, arguments: tuple, results: Any) -> Program:

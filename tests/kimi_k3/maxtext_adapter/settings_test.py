@@ -66,7 +66,10 @@ def test_a_run_needs_no_run_directory_or_checkpoint_manager():
     (("no_such_key=1",), "unknown key no_such_key"),
     (("max_target_length=abc",), "max_target_length: Input should be a valid integer"),
     (("scan_layers=maybe",), "scan_layers: Input should be a valid boolean"),
-    (("kda_implementation=fastest",), "kda_implementation: Input should be 'portable', 'tokamax_xla_chunked' or"),
+    (
+      ("kda_implementation=fastest",),
+      "kda_implementation: Input should be 'portable', 'tokamax_xla_chunked', 'tokamax_mosaic' or 'tops'",
+    ),
     (("matmul_precision=exact",), "matmul_precision: Input should be 'default', 'high', 'highest'"),
     (("run_name=${nowhere}",), "Interpolation key 'nowhere' not found"),
     (("hidden_act=gelu", "override_model_config=true"), "hidden_act is 'gelu': only 'situ' and 'silu' are supported"),

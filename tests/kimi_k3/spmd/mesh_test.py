@@ -133,6 +133,7 @@ def test_experts_that_are_not_packed_are_cut_too(kimi_linear_tiny, run):
   (answer,) = run({"kimi-linear": (settings, None)}, case).values()
   for found, expected in zip(answer["logits"], case.of("logits"), strict=True):
     assert np.abs(np.array(found) - expected[-1]).max() <= TOLERANCE * np.abs(expected).max()
+  assert worst_step(answer, case) <= TOLERANCE
   assert answer["ids"] == [ids[:STEPS].tolist() for ids in case.of("greedy")]
 
 
@@ -142,9 +143,16 @@ def check(case: Case, answers: dict[str, Any], cases: dict[str, tuple[list[str],
     for found, expected in zip(answer["logits"], case.of("logits"), strict=True):
       worst = np.abs(np.array(found) - expected[-1]).max() / np.abs(expected).max()
       assert worst <= TOLERANCE, f"{name}: {worst}"
+    assert worst_step(answer, case) <= TOLERANCE, name
     assert answer["ids"] == [ids[:STEPS].tolist() for ids in case.of("greedy")], name
     assert answer["traces"] == 1, f"{name}: traced again"
     check_parts(name, answer, cases[name][1])
+
+
+def worst_step(answer: dict[str, Any], case: Case) -> float:
+  """The largest difference of the logits of steps, of the largest logit."""
+  expected, forced = case.of("logits")[0], np.array(answer["forced"])
+  return float(np.abs(forced - expected[-len(forced) :]).max() / np.abs(expected).max())
 
 
 def check_parts(name: str, answer: dict[str, Any], parts: dict[str, int]) -> None:

@@ -40,6 +40,13 @@ def test_decoding_equals_the_golden_case(case_name, form, settings, request, con
     found = np.asarray(engine.prefill(padded, len(prompt)).logits)
     expected = case.arrays[f"logits_{i}"]
     assert np.abs(found - expected[-1]).max() <= TOLERANCE * np.abs(expected).max()
+  # The end of a prompt, fed in steps: a place in the cache that is one off would not change a token.
+  prompt, expected, split = case.prompts[0], case.arrays["logits_0"], len(case.prompts[0]) - 8
+  engine.insert(engine.prefill(np.pad(np.array(prompt), (0, longest - len(prompt))), split), 1)
+  for i in range(split, len(prompt)):
+    found = np.asarray(engine.step(np.array([0, prompt[i]]))[1])
+    assert np.abs(found - expected[i]).max() <= TOLERANCE * np.abs(expected).max()
+  engine.release(1)
   # Three rows for two slots: one waits, and comes in beside a row in the middle.
   request = Request(32, None, Sampler(GREEDY, 1.0, 0), longest)
   rows, _ = generate(engine, case.prompts, request, clock=CompileClock())
@@ -47,8 +54,11 @@ def test_decoding_equals_the_golden_case(case_name, form, settings, request, con
 
 
 @pytest.mark.slow
-def test_one_pass_gives_the_logits_of_every_position(k3_tiny, convert, float32_config):
+def test_one_pass_gives_the_logits_of_every_position(k3_tiny, convert, float32_config, monkeypatch):
   from kimi_k3.maxtext_adapter.engine import make_forward
+  from kimi_k3.moe import latent_moe
+
+  monkeypatch.setattr(latent_moe, "_TOKENS_AT_A_TIME", 20)  # 48 tokens in three pieces
 
   forward = make_forward(float32_config(convert(k3_tiny.checkpoint, "--scan"), "partitioning=manual"))
   prompt, expected = k3_tiny.prompts[0], k3_tiny.arrays["logits_0"]
@@ -66,6 +76,12 @@ def test_one_pass_gives_the_logits_of_every_position(k3_tiny, convert, float32_c
     (("partitioning=manual", "partition_mesh=tensor=0"), "expected sizes of 1 or more"),
     (("partitioning=manual", "prefill_cut=heads"), "prefill_cut: Input should be 'sequence' or 'whole'"),
     (("partitioning=manual", "prefill_chunk=0"), "prefill_chunk: Input should be greater than 0"),
+    (("partitioning=manual", "prefill_chunk=true"), "prefill_chunk: Input should be a valid integer"),
+    (("partitioning=manual", "logical_axis_rules=[['mlp',['tensor']]]"), "does not read: set partition_rules"),
+    (
+      ("partitioning=manual", "partition_mesh=tensor=1", "ici_tensor_parallelism=1"),
+      "partition_mesh and ici_tensor_parallelism given: leave one of them out",
+    ),
   ],
 )
 def test_a_config_that_means_nothing_is_refused(settings, message, k3_tiny, convert, float32_config):
@@ -79,6 +95,7 @@ def test_a_config_that_means_nothing_is_refused(settings, message, k3_tiny, conv
     (("partition_mesh=tensor=2",), "partition_mesh is tensor 2: 2 devices, found 1"),
     (("expert_implementation=decode_kernel",), "'decode_kernel' needs a TPU, found 'cpu'"),
     (("expert_implementation=grouped",), "'grouped' needs a TPU"),
+    (("kda_implementation=tokamax_mosaic",), "kda_implementation tokamax_mosaic: a TPU is needed"),
     (("mla_step_implementation=pallas", "kda_step_implementation=pallas"), "kda_step_implementation pallas, mla_step_"),
     (
       ("mla_prefill_implementation=flash",),
@@ -91,6 +108,18 @@ def test_what_these_devices_cannot_do_is_refused_before_weights_are_read(
 ):
   with pytest.raises(InputError, match=message):
     engine_of(float32_config, convert(k3_tiny.checkpoint, "--scan"), 8, 8, *settings)
+
+
+def test_a_kernel_for_few_tokens_is_refused_where_prompts_may_have_many(k3_tiny, convert, float32_config):
+  settings = ("interpret_kernels=true", "expert_implementation=decode_kernel")
+  with pytest.raises(InputError, match="a chunk of a prompt may have 600: set prefill_chunk=512"):
+    engine_of(float32_config, convert(k3_tiny.checkpoint, "--scan"), 600, 8, *settings)
+
+
+def test_a_kernel_for_packed_experts_is_refused_for_others(kimi_linear_tiny, convert, float32_config):
+  settings = ("interpret_kernels=true", "expert_implementation=decode_kernel")
+  with pytest.raises(InputError, match="for experts in MXFP4, which this checkpoint does not have: use reference"):
+    engine_of(float32_config, convert(kimi_linear_tiny.checkpoint, "--scan"), 8, 8, *settings)
 
 
 @pytest.mark.parametrize(

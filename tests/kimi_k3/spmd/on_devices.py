@@ -18,6 +18,10 @@ import numpy as np
 
 from kimi_k3.maxtext_adapter.engine import make_engine
 from kimi_k3.maxtext_adapter.settings import read_config
+from kimi_k3.moe import latent_moe
+
+SLOTS = [5, 2, 7]
+FORCED_FROM = 21  # tokens of the first prompt that are prefilled where its end is fed in steps
 
 
 def answer(request: dict[str, Any], settings: list[str]) -> dict[str, Any]:
@@ -38,12 +42,13 @@ def answer(request: dict[str, Any], settings: list[str]) -> dict[str, Any]:
 
   waiting = [prefill(prompt) for prompt in prompts]
   logits = [np.asarray(prompt.logits) for prompt in waiting]
-  used_before = prefill(prompts[0])
-  ids = decode(engine, used_before, waiting, logits, steps, nan_token)
+  forced = force(engine, prefill(prompts[0][:FORCED_FROM]), prompts[0], nan_token)
+  ids = decode(engine, waiting, logits, steps, nan_token)
   held = {"params": engine.params, "caches": engine.cache}
   return {
     "logits": [row.tolist() for row in logits],
     "ids": ids,
+    "forced": forced,
     "traces": engine._step.function._cache_size(),
     **{
       what: {name: [leaf.nbytes, shard_bytes(leaf)] for name, leaf in leaves.items()} for what, leaves in held.items()
@@ -51,14 +56,21 @@ def answer(request: dict[str, Any], settings: list[str]) -> dict[str, Any]:
   }
 
 
-def decode(
-  engine: Any, used_before: Any, waiting: list[Any], logits: list[np.ndarray], steps: int, nan_token: int
-) -> list[list[int]]:
-  """Greedy tokens: row i enters at turn i, the second in a slot that another row has left with NaN in its caches."""
-  slots = [5, 2, 7]
-  engine.insert(used_before, slots[1])
-  engine.step(np.full(engine.num_slots, nan_token))
-  engine.release(slots[1])
+def force(engine: Any, start: Any, prompt: list[int], nan_token: int) -> list[list[float]]:
+  """Logits of a prompt whose end is fed in steps, alone in its slot, which is left with NaN in its caches."""
+  slot, found = SLOTS[1], []
+  engine.insert(start, slot)
+  for token in [*prompt[FORCED_FROM:], nan_token]:
+    tokens = np.full(engine.num_slots, nan_token)
+    tokens[slot] = token
+    found.append(np.asarray(engine.step(tokens)[slot]).tolist())
+  engine.release(slot)
+  return found[:-1]
+
+
+def decode(engine: Any, waiting: list[Any], logits: list[np.ndarray], steps: int, nan_token: int) -> list[list[int]]:
+  """Greedy tokens: row i enters at turn i, the second in the slot that another row has left."""
+  slots = SLOTS
   ids: list[list[int]] = [[] for _ in waiting]
   for turn in range(steps + len(waiting)):
     if turn < len(waiting):
@@ -84,6 +96,7 @@ def shard_bytes(leaf: Any) -> int:
 
 
 def main() -> None:
+  latent_moe._TOKENS_AT_A_TIME = 24  # so that a chunk goes to the experts in pieces, as a large one does
   request = json.loads(Path(sys.argv[1]).read_text())
   answers = {name: answer(request, settings) for name, settings in request["cases"].items()}
   Path(sys.argv[2]).write_text(json.dumps(answers))
