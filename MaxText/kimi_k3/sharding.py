@@ -45,7 +45,9 @@ def with_own_rules(rules: Rules) -> Rules:
   """
   found = list(rules)
   if LATENT not in {name for name, _ in found}:
-    found.append((LATENT, mesh_axes(found, MLP)))
+    # Beside those of MLP: a rule is passed over where an earlier one has taken one of its axes, so their order counts.
+    copies = [[rule, (LATENT, rule[1])] if rule[0] == MLP else [rule] for rule in found]
+    found = [rule for pair in copies for rule in pair]
   if any(name == CACHE_BATCH and _as_tuple(axes) for name, axes in found):
     return found
   return [(n, axes) for n, axes in found if n != CACHE_BATCH] + [(CACHE_BATCH, _ROW_AXES)]

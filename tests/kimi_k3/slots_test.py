@@ -186,7 +186,7 @@ class Schedule(stateful.RuleBasedStateMachine):
       self.world.engine.release(slot)
 
 
-@pytest.fixture(scope="module", params=["k3_tiny", "kimi_linear_tiny"])
+@pytest.fixture(scope="module", params=["k3_tiny", pytest.param("kimi_linear_tiny", marks=pytest.mark.slow)])
 def world(request: pytest.FixtureRequest, convert, float32_config, reference) -> World:
   case = request.getfixturevalue(request.param)
   out = convert(case.checkpoint, "--scan")

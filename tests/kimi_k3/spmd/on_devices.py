@@ -26,7 +26,7 @@ FORCED_FROM = 21  # tokens of the first prompt that are prefilled where its end 
 
 def answer(request: dict[str, Any], settings: list[str]) -> dict[str, Any]:
   prompts, steps, nan_token = request["prompts"], request["steps"], request["unused"]
-  longest = max(map(len, prompts))
+  longest = -(-max(map(len, prompts)) // 16) * 16  # what eight devices cut into pieces of even size
   lengths = {"max_prefill_predict_length": longest, "max_target_length": longest + steps, "per_device_batch_size": 1}
   given = ["dtype=float32", "matmul_precision=highest", "partitioning=manual", *settings]
   engine = make_engine(read_config(f"{request['converted']}/decode.yml", given, **lengths))
@@ -96,7 +96,7 @@ def shard_bytes(leaf: Any) -> int:
 
 
 def main() -> None:
-  latent_moe._TOKENS_AT_A_TIME = 24  # so that a chunk goes to the experts in pieces, as a large one does
+  latent_moe._TOKENS_AT_A_TIME = 72  # so that a chunk goes to the experts in pieces, as a large one does
   request = json.loads(Path(sys.argv[1]).read_text())
   answers = {name: answer(request, settings) for name, settings in request["cases"].items()}
   Path(sys.argv[2]).write_text(json.dumps(answers))
