@@ -37,10 +37,6 @@ class Program:
   function: Callable[..., Any]
   arguments: tuple[Any, ...]
 
-  def lower(self) -> Any:
-    """Returns the program lowered for the devices of its mesh: `.compile()` it."""
-    return self.function.lower(*self.arguments)
-
 
 def decode_step(model: SpmdModel, *, rows: int, length: int, cut: str) -> Program:
   """Returns (params, cache, tokens [B], positions [B]) -> (logits float32 [B, X], cache).

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import platform
+import sys
+
 import pytest
 
 from kimi_k3.capacity import hlo, topology, traffic
 from kimi_k3.resources import configs_dir
 from kimi_k3.spmd.programs import replicated_leaves
 
-GIB = 2**30
+# Not "where libtpu is found": where it can be installed and is not, the tests fail.
+ON_LINUX = pytest.mark.skipif(
+  (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="libtpu exists for Linux on x86-64 only"
+)
+GIB, MIB = 2**30, 2**20
 LAYERS, MOE_LAYERS, MLA_LAYERS, KDA_LAYERS = 13, 12, 4, 9
 ROWS, CONTEXT = 64, 8192
 
 
-@pytest.mark.skipif(not topology.has_libtpu(), reason="libtpu exists for Linux on x86-64 only")
+@ON_LINUX
 def test_a_step_of_k3_reduces_twice_a_layer_copies_no_weights_and_reads_what_it_must():
   from kimi_k3.maxtext_adapter.settings import read_config
   from kimi_k3.maxtext_adapter.spmd_engine import build_model
@@ -35,7 +42,8 @@ def test_a_step_of_k3_reduces_twice_a_layer_copies_no_weights_and_reads_what_it_
   assert (kernels["expert_decode"], kernels["latent_step"]) == (MOE_LAYERS, MLA_LAYERS)
 
   assert report.memory.temp_bytes <= 0.1 * GIB  # seen: 0.035
-  assert report.memory.alias_bytes >= 0.99 * report.memory.output_bytes - 64 * 1024**2  # caches stay where they are
+  assert report.memory.output_bytes - report.memory.alias_bytes <= 4 * MIB  # the logits; caches stay where they are
+  assert not [str(copy) for copy in hlo.copies(parsed) if copy.result.padded_bytes > 16 * MIB]
   cut = {"devices_heads": 32, "devices_experts": 32, "latent_cuts": 32}
   must = traffic.decode_traffic(model.config, batch=ROWS, context=CONTEXT, **cut)
   assert hlo.hbm_bytes(parsed, decode_kernel_bytes()).total <= 1.15 * must.total_worst
@@ -56,7 +64,7 @@ REASONS = {
 }
 
 
-@pytest.mark.skipif(not topology.has_libtpu(), reason="libtpu exists for Linux on x86-64 only")
+@ON_LINUX
 def test_less_than_a_hundredth_of_the_whole_model_is_on_every_device_and_each_such_leaf_has_a_reason():
   from kimi_k3.maxtext_adapter.settings import read_config
   from kimi_k3.maxtext_adapter.spmd_engine import build_model
