@@ -7,6 +7,7 @@ MaxEngine inserts a prefill's cache into a slot by the variables' names, so the 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from jaxtyping import Array, Float, Int
 from kimi_k3.config import ComputeConfig, KimiK3Config
 from kimi_k3.sharding import CACHE_BATCH, CACHE_BATCH_PREFILL, CACHE_HEADS
 
+# Half a step above the largest float8_e4m3fn, 448, and as a tie rounded down to it. What is larger has no number.
+_E4M3_LIMIT = 464.0
 QKV = 3  # the convolution history holds the inputs of the q, k and v convolutions
 
 
@@ -77,3 +80,22 @@ class LatentStack:
 
   latents: Float[Array, "n B S P"]
   layer: Int[Array, ""]
+
+
+def as_cached(latents: Float[Array, "*axes P"], dtype: Any) -> Float[Array, "*axes P"]:
+  """Returns latents as a cache of this dtype holds them: each number the nearest one, ties to even.
+
+  Attention reads what this returns for the new tokens too. So a token counts the same in every later step, in whatever
+  chunks a prompt was run, and no result depends on who computed it first.
+
+  There is no scale: the latent is RMS-normalised. A number beyond the largest of float8_e4m3fn (448) becomes NaN, as
+  does the row's every logit from then on: it ends with an error, where a clamp would go on with another number.
+  """
+  dtype = jnp.dtype(dtype)
+  if latents.dtype == dtype:
+    return latents
+  if dtype == jnp.float8_e4m3fn:
+    # Said here and not left to the cast: a processor's own may clamp.
+    latents = jnp.where(jnp.abs(latents) <= _E4M3_LIMIT, latents, jnp.nan)
+  # A compiler may drop a cast to fewer bits that is followed by one back; not past a barrier.
+  return jax.lax.optimization_barrier(latents.astype(dtype))

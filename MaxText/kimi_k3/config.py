@@ -39,6 +39,7 @@ KdaImplementation = Literal["portable", "tokamax_xla_chunked", "tokamax_mosaic",
 ExpertImplementation = Literal["reference", "decode_kernel", "grouped"]
 StepImplementation = Literal["portable", "pallas"]
 PrefillImplementation = Literal["portable", "flash"]
+LatentDtype = Literal["bfloat16", "float8_e4m3fn"]
 
 
 class LayerKind(enum.StrEnum):
@@ -196,6 +197,7 @@ class ComputeConfig:
     mla_step_implementation: One step of MLA there: "portable" or "pallas".
     mla_prefill_implementation: Prefill of MLA there: "portable" or "flash".
     interpret_kernels: Run Pallas kernels in interpret mode: for tests without a TPU.
+    mla_cache_dtype: Of the latents of MLA there; None: `dtype`. See kimi_k3.cache.as_cached.
   """
 
   dtype: Any
@@ -208,6 +210,7 @@ class ComputeConfig:
   mla_step_implementation: StepImplementation = "portable"
   mla_prefill_implementation: PrefillImplementation = "portable"
   interpret_kernels: bool = False
+  mla_cache_dtype: LatentDtype | None = None
 
 
 def text_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:

@@ -8,18 +8,21 @@ bounded by the chunk and one block, whatever the length of the history.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kimi_k3.cache import as_cached
 from kimi_k3.errors import InputError
 from kimi_k3.mla_flash import Keys, Softmax, flash_all, flash_causal, start_softmax
 
 PREFILL_IMPLEMENTATIONS = ("flash", "portable")
 HISTORY_BLOCK = 4096  # positions whose keys and values exist at a time
 WRITE_BLOCK = 4096  # positions written at a time
+_LANES = 128  # positions side by side in a TPU's memory
 _PORTABLE_BLOCK = 512  # queries and keys of one array of scores
 
 
@@ -77,6 +80,7 @@ def latent_prefill(
     known = ", ".join(PREFILL_IMPLEMENTATIONS)
     raise InputError(f"MLA prefill implementation is {implementation!r}, expected one of: {known}")
   setup = _Setup(axes, precision, implementation, interpret)
+  chunk = as_cached(chunk, cache.dtype)
   valid_RT = jnp.arange(q.shape[1])[None] < lengths[:, None]
   # A weight of 0 times NaN is NaN: pads are replaced before anything is made of them.
   keys = _materialise(jnp.where(valid_RT[..., None], chunk, 0), to_key, to_value, setup, q.dtype)
@@ -103,15 +107,17 @@ def write_chunk(
   The arguments are those of `latent_prefill`. Each device writes the positions it holds; there is no collective.
   """
   _, rows, s, channels = cache.shape
+  window = _window(chunk.shape[1], s)
+  chunk = jnp.pad(chunk, ((0, 0), (0, max(0, window - chunk.shape[1])), (0, 0)))
   tokens = chunk.shape[1]
-  window = min(WRITE_BLOCK, tokens, s)
   first = start - (jax.lax.axis_index(axes) * s if axes else 0)  # where token 0 belongs on this device
   begin, end = jnp.clip(first, 0, s), jnp.clip(first + lengths, 0, s)
-  chunk = chunk.astype(cache.dtype)
+  chunk = as_cached(chunk, cache.dtype)
 
   def write_window(number, row, cache):
     # Read, mixed and written back as one: a scatter would go token by token.
-    at = jnp.minimum(begin[row] + number * window, s - window)
+    # A multiple of whole tiles: before a write elsewhere the TPU compiler copies all of a cache in FP8.
+    at = number * window if s % window == 0 else jnp.minimum(number * window, s - window)
     token = at - first[row]  # of the window's first position; before the chunk's first, or near its last, is possible
     source = jnp.clip(token, 0, tokens - window)
     part = jax.lax.dynamic_slice(chunk, (row, source, 0), (1, window, channels))[0]
@@ -122,11 +128,23 @@ def write_chunk(
     return jax.lax.dynamic_update_slice(cache, mixed[None, None], (layer, row, at, 0))
 
   def write_row(row, cache):
-    count = (end[row] - begin[row] + window - 1) // window  # none where another device has all of them
-    return jax.lax.fori_loop(0, count, lambda number, cache: write_window(number, row, cache), cache)
+    # None where another device has all of them.
+    return jax.lax.fori_loop(
+      begin[row] // window, -(-end[row] // window), lambda number, cache: write_window(number, row, cache), cache
+    )
 
   with jax.named_scope("write_chunk"):
     return jax.lax.fori_loop(0, rows, write_row, cache)
+
+
+def _window(tokens: int, s: int) -> int:
+  """How many positions are written at a time: a divisor of s that is whole tiles, where s is."""
+  if s % _LANES:
+    return min(WRITE_BLOCK, tokens, s)
+  window = math.gcd(s, WRITE_BLOCK)
+  while window > _LANES and window >= 2 * tokens:
+    window //= 2
+  return window
 
 
 def _materialise(
@@ -190,13 +208,17 @@ def _fetch(
   mine = jax.lax.dynamic_slice(cache, (layer, 0, at, 0), (1, rows, block, channels))[0]
   if not axes:
     return mine
-  # A sum of one device's latents and zeros is exact. The owner is a traced number, so no static gather can name it.
+  # A sum of one device's latents and zeros is exact, of FP8 as integers. The owner is a traced number, so no static
+  # gather can name it.
+  if is_fp8 := cache.dtype.itemsize == 1:
+    mine = jax.lax.bitcast_convert_type(mine, jnp.uint8)
   place = jax.lax.axis_index(axes) - owner
   mine = jnp.where((place >= 0) & (place < owners), mine, 0)
   if owners > 1:
     empty = jnp.zeros((rows, owners * block, channels), mine.dtype)
     mine = jax.lax.dynamic_update_slice(empty, mine, (0, jnp.clip(place, 0, owners - 1) * block, 0))
-  return jax.lax.psum(mine, axes)
+  fetched = jax.lax.psum(mine, axes)
+  return jax.lax.bitcast_convert_type(fetched, cache.dtype) if is_fp8 else fetched
 
 
 def _portable_causal(

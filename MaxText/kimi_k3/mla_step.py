@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kimi_k3.cache import as_cached
 from kimi_k3.errors import InputError
 from kimi_k3.mla_step_kernel import attend_in_kernel
 
@@ -79,7 +80,7 @@ def latent_step(
     q = jax.lax.all_to_all(q, axes, split_axis=0, concat_axis=1, tiled=True)
     new = jax.lax.dynamic_slice_in_dim(new, jax.lax.axis_index(axes) * cache.shape[1], cache.shape[1])
   merge = bool(axes) and cut == "sequence"
-  new = new.astype(cache.dtype)
+  new = as_cached(new, cache.dtype)
   if implementation == "pallas":
     o, log_sum, cache = attend_in_kernel(
       q, new, cache, layer, place.seen, place.write, num_values=num_values, precision=precision, interpret=interpret

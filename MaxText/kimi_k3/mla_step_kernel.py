@@ -249,7 +249,9 @@ def _accumulate(q, scratch: _Scratch, slot, precision: Any, inside: tuple | None
     position = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     return (position >= inside[0]) & (position < inside[1])
 
-  latent = scratch.ring[slot].astype(q.dtype)
+  latent = scratch.ring[slot]
+  if latent.dtype.itemsize > 1 or q.dtype == jnp.float32:  # the matrix unit takes FP8 as it is beside bfloat16
+    latent = latent.astype(q.dtype)
   if inside is not None:
     # A weight of 0 times NaN is NaN: what is not visible is replaced here, in the last block of a row alone.
     latent = jnp.where(is_inside(latent.shape), latent.astype(jnp.float32), 0.0).astype(latent.dtype)
@@ -263,7 +265,7 @@ def _accumulate(q, scratch: _Scratch, slot, precision: Any, inside: tuple | None
   scratch.largest[...] = largest
   scratch.total[...] = scratch.total[...] * scale + jnp.sum(weight, axis=1, keepdims=True)
   values = latent[: scratch.acc.shape[1]]
-  scratch.acc[...] = scratch.acc[...] * scale + _dot(weight.astype(values.dtype), values, ((1,), (1,)), precision)
+  scratch.acc[...] = scratch.acc[...] * scale + _dot(weight.astype(q.dtype), values, ((1,), (1,)), precision)
 
 
 def _dot(a, b, contract: tuple, precision: Any):

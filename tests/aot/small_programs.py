@@ -1,7 +1,8 @@
 """Small programs that show every form in which the TPU compiler writes what kimi_k3.capacity reads.
 
 Run as a script it writes their texts, which the tests of the readers use without a compiler:
-`.venv/bin/python tests/aot/small_programs.py tests/kimi_k3/capacity/texts`. small_programs_test.py compiles them anew.
+`.venv/bin/python tests/aot/small_programs.py tests/kimi_k3/capacity/texts`, of those named behind or of all.
+small_programs_test.py compiles them anew.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -181,6 +183,160 @@ def cache(options=topology.FAST_COMPILE_OPTIONS) -> topology.Report:
   return topology.compile_for(mesh, mapped, args, donate=(0,), options=options)
 
 
+# What springs a trap of kimi_k3.capacity.traps, and the same program without: the arrays are as large as a trap has to
+# be to be told, which costs a compiler nothing.
+DEEP, WIDE, LONG, STRETCHES = 4, 4096, 32768, 8
+WHOLE = P()
+
+
+def compile_mapped(
+  program, args, *, results=WHOLE, donate=(), options=topology.FAST_COMPILE_OPTIONS
+) -> topology.Report:
+  """A function of one device's parts, compiled."""
+  mesh = args[0].sharding.mesh
+  specs = tuple(arg.sharding.spec for arg in args)
+  mapped = jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)
+  return topology.compile_for(mesh, mapped, args, donate=donate, options=options)
+
+
+def stack(dtype=jnp.bfloat16, options=topology.FAST_COMPILE_OPTIONS) -> topology.Report:
+  """A matrix of each layer, multiplied in bfloat16 whatever it is stored in."""
+  mesh = four_devices()
+
+  def program(weights, x):
+    def layer(x, w):
+      return jnp.tanh(jnp.dot(x, w.astype(x.dtype), preferred_element_type=jnp.float32)).astype(x.dtype), None
+
+    return lax.scan(layer, x, weights)[0]
+
+  args = (array(mesh, (DEEP, WIDE, WIDE), dtype, P()), array(mesh, (ROWS, WIDE), jnp.bfloat16, P()))
+  return compile_mapped(program, args, options=options)
+
+
+def residual(*, cut: bool) -> topology.Report:
+  """Layers of an MLP cut in four; the tokens of the stream are on one device each, or all on every one."""
+  mesh = four_devices()
+
+  def program(up, down, x):
+    def layer(x, matrices):
+      everything = lax.all_gather(x, "x", axis=1, tiled=True) if cut else x
+      hidden = jnp.dot(jnp.tanh(everything), matrices[0], preferred_element_type=jnp.bfloat16)
+      y = jnp.dot(hidden, matrices[1], preferred_element_type=jnp.bfloat16)
+      return x + (lax.psum_scatter(y, "x", scatter_dimension=1, tiled=True) if cut else lax.psum(y, "x")), None
+
+    return lax.scan(layer, x, (up, down))[0]
+
+  tokens = P(None, "x") if cut else P()
+  args = (
+    array(mesh, (DEEP, WIDTH, WIDTH), jnp.bfloat16, P(None, None, "x")),
+    array(mesh, (DEEP, WIDTH, WIDTH), jnp.bfloat16, P(None, "x")),
+    array(mesh, (1, LONG, WIDTH), jnp.bfloat16, tokens),
+  )
+  return compile_mapped(program, args, results=tokens, donate=(2,))
+
+
+def table(*, closed_over: bool) -> topology.Report:
+  """A product with a table of 2 MiB."""
+  mesh = four_devices()
+  numbers = np.arange(ROWS * HEADS * WIDTH, dtype=np.float32).reshape(ROWS * HEADS, WIDTH)
+
+  def program(x, *given):
+    return jnp.sin(x) * (numbers if closed_over else given[0])
+
+  return compile_mapped(program, (array(mesh, numbers.shape, jnp.float32, P()),) * (1 if closed_over else 2))
+
+
+def layer_of_kernel(*, sliced: bool) -> topology.Report:
+  """A kernel in a scan that is given the slice of its layer, or the whole stack and the layer's number."""
+  mesh, tile = four_devices(), WIDE // 16
+
+  def body(layer, x, weights, out):
+    del layer
+    out[...] = jnp.dot(x[...], weights[...], preferred_element_type=jnp.float32).astype(out.dtype)
+
+  def program(weights, x):
+    def layer(x, index):
+      mine, number = (lax.dynamic_slice_in_dim(weights, index, 1), jnp.int32(0)) if sliced else (weights, index)
+      out = pl.pallas_call(
+        body,
+        name="multiply",
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+          num_scalar_prefetch=1,
+          grid=(2 * WIDE // tile,),
+          in_specs=[
+            pl.BlockSpec(x.shape, lambda *_: (0, 0)),
+            pl.BlockSpec((None, 2 * WIDE, tile), lambda i, layer: (layer[0], 0, i)),
+          ],
+          out_specs=pl.BlockSpec((x.shape[0], tile), lambda i, _: (0, i)),
+        ),
+      )(number[None], x, mine)
+      return out, None
+
+    return lax.scan(layer, x, jnp.arange(DEEP))[0]
+
+  wide = 2 * WIDE  # a layer's matrix is then larger than VMEM
+  args = (array(mesh, (DEEP, wide, wide), jnp.bfloat16, P()), array(mesh, (ROWS, wide), jnp.bfloat16, P()))
+  return compile_mapped(program, args)
+
+
+def attention(*, stretches: bool) -> topology.Report:
+  """Layers that write a token to a latent cache and attend to it: by a scan over stretches of it, or in one product."""
+  mesh = four_devices()
+
+  def scores(queries, keys):
+    return jnp.einsum("bhc,bsc->bhs", queries, keys, preferred_element_type=jnp.float32)
+
+  def values(weights, keys):
+    return jnp.einsum("bhs,bsc->bhc", weights.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
+
+  def by_stretches(queries, latents):
+    def add(state, keys):
+      largest, total, out = state
+      score = scores(queries, keys)
+      new = jnp.maximum(largest, score.max(-1))
+      weight, scale = jnp.exp(score - new[..., None]), jnp.exp(largest - new)
+      return (new, total * scale + weight.sum(-1), out * scale[..., None] + values(weight, keys)), None
+
+    parts = jnp.moveaxis(latents.reshape(latents.shape[0], STRETCHES, -1, latents.shape[-1]), 1, 0)
+    zeros = jnp.zeros(queries.shape[:2], jnp.float32)
+    (_, total, out), _ = lax.scan(add, (zeros - 1e30, zeros, jnp.zeros(queries.shape, jnp.float32)), parts)
+    return out / total[..., None]
+
+  def program(latents, queries, new, position):
+    def layer(carry, index):
+      queries, latents = carry
+      latents = lax.dynamic_update_slice(latents, new[None, :, None], (index, 0, position, 0))
+      mine = lax.dynamic_index_in_dim(latents, index, keepdims=False)
+      out = by_stretches(queries, mine) if stretches else values(jax.nn.softmax(scores(queries, mine)), mine)
+      return (queries + out.astype(queries.dtype), latents), None
+
+    return lax.scan(layer, (queries, latents), jnp.arange(DEEP))[0]
+
+  args = (
+    array(mesh, (DEEP, ROWS, TOKENS, WIDTH), jnp.bfloat16, P()),
+    array(mesh, (ROWS, HEADS, WIDTH), jnp.bfloat16, P()),
+    array(mesh, (ROWS, WIDTH), jnp.bfloat16, P()),
+    array(mesh, (), jnp.int32, P()),
+  )
+  return compile_mapped(program, args, donate=(0,))
+
+
+def state(*, donated: bool) -> topology.Report:
+  """One layer of a stack of states replaced."""
+  mesh = four_devices()
+
+  def program(states, new):
+    return lax.dynamic_update_slice(states, new[None], (1, 0, 0))
+
+  args = (array(mesh, (DEEP, WIDTH, WIDTH), jnp.float32, P()), array(mesh, (WIDTH, WIDTH), jnp.float32, P()))
+  return compile_mapped(program, args, donate=(0,) if donated else ())
+
+
+def without_compile_options() -> dict[str, str]:
+  return {k: v for k, v in topology.FAST_COMPILE_OPTIONS.items() if k not in topology.COMPILE_OPTIONS}
+
+
 PROGRAMS: dict[str, Callable[[], topology.Report]] = {
   "scan": scan,
   "offloaded": offloaded,
@@ -189,6 +345,19 @@ PROGRAMS: dict[str, Callable[[], topology.Report]] = {
   "kernel": kernel,
   "nested": nested,
   "cache": cache,
+  "stack": stack,
+  "stack_copied": lambda: stack(options=without_compile_options()),
+  "stack_cast": lambda: stack(jnp.float32),
+  "residual": lambda: residual(cut=True),
+  "residual_replicated": lambda: residual(cut=False),
+  "table": lambda: table(closed_over=False),
+  "table_constant": lambda: table(closed_over=True),
+  "layer": lambda: layer_of_kernel(sliced=False),
+  "layer_sliced": lambda: layer_of_kernel(sliced=True),
+  "attention": lambda: attention(stretches=False),
+  "attention_copied": lambda: attention(stretches=True),
+  "state": lambda: state(donated=True),
+  "state_copied": lambda: state(donated=False),
 }
 
 
@@ -200,4 +369,6 @@ def short(text: str) -> str:
 
 if __name__ == "__main__":
   for name, make in PROGRAMS.items():
+    if sys.argv[2:] and name not in sys.argv[2:]:
+      continue
     (Path(sys.argv[1]) / f"{name}.hlo").write_text(short(make().text))

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
@@ -31,8 +32,11 @@ START = np.array([0, ALLOCATED - TOKENS, 61, 90], np.int32)
 LENGTHS = np.array([TOKENS, TOKENS, 1, 0], np.int32)
 TOLERANCE = 1e-5  # of the largest value: float32 against float64
 # implementation, whether there is history, and positions of a block of history: part of a device's, or several parts
-MESH_CASES = ["flash-True-8"]
-MORE_MESH_CASES = ["portable-True-48", "portable-False-48", "flash-False-8", "portable-True-8", "flash-True-48"]
+MESH_CASES = ["flash-True-8", "portable-True-48-fp8"]
+MORE_MESH_CASES = [
+  *("portable-True-48", "portable-False-48", "flash-False-8", "portable-True-8", "flash-True-48", "flash-True-8-fp8"),
+]
+FP8 = ml_dtypes.float8_e4m3fn
 
 
 def make_case(start=START, lengths=LENGTHS, tokens=TOKENS, allocated=ALLOCATED):
@@ -52,7 +56,8 @@ def make_case(start=START, lengths=LENGTHS, tokens=TOKENS, allocated=ALLOCATED):
 
 
 def expected(q, chunk, to_key, to_value, cache, start: Any = START, lengths: Any = LENGTHS):
-  """The plain form, token by token: keys and values of all positions, one softmax. And the cache with the chunk."""
+  """The plain form, token by token: keys and values of all positions as cached, one softmax. And the cache after it."""
+  chunk = chunk.astype(cache.dtype)
   out, after = np.zeros((*q.shape[:3], VALUE)), cache.copy()
   for row, (first, length) in enumerate(zip(start, lengths, strict=True)):
     after[LAYER, row, first : first + length] = chunk[row, :length]
@@ -89,7 +94,15 @@ def check(found, wanted):
   (o, cache), (expected_o, expected_cache) = found, wanted
   np.testing.assert_allclose(o, expected_o, rtol=0, atol=TOLERANCE * np.abs(expected_o).max())
   # As bits: NaN stays NaN, and nothing but the chunk's real tokens is written.
-  np.testing.assert_array_equal(np.asarray(cache).view(np.uint32), expected_cache.view(np.uint32))
+  assert cache.dtype == expected_cache.dtype
+  bits = f"uint{8 * expected_cache.dtype.itemsize}"
+  np.testing.assert_array_equal(np.asarray(cache).view(bits), expected_cache.view(bits))
+
+
+def in_fp8(case: Any) -> Any:
+  """The same with a cache in FP8."""
+  *rest, cache = case
+  return *rest, cache.astype(FP8)
 
 
 def small_blocks(history_block):
@@ -118,6 +131,23 @@ def test_a_chunk_equals_the_full_softmax_and_writes_its_real_tokens_alone(
   check(prefill(implementation, history)(*case, jnp.int32(LAYER), start, LENGTHS), expected(*case, start))
 
 
+@pytest.mark.parametrize("implementation", ["portable", pytest.param("flash", marks=pytest.mark.slow)])
+def test_a_chunk_on_fp8_attends_to_its_own_tokens_as_they_are_cached(implementation, monkeypatch):
+  for name, value in small_blocks(48).items():
+    monkeypatch.setattr(mla_prefill, name, value)
+  q, chunk, *weights, cache = make_case()
+  chunk = chunk * 3  # scores that hang on single latents
+  chunk[1, TOKENS - 1, 5] = 465.0  # its last token has no number in FP8: that row alone is NaN, from there on
+  case = in_fp8((q, chunk, *weights, cache))
+  answer: Any = prefill(implementation, history=True)(*case, jnp.int32(LAYER), START, LENGTHS)
+  o, after = (np.asarray(array) for array in answer)
+  exact, wanted = expected(*case)
+  assert np.isnan(o[1, TOKENS - 1]).all(axis=-1).all(), "every head"
+  assert np.isnan(after[LAYER, 1, ALLOCATED - 1]).tolist() == [i == 5 for i in range(LATENT + TAIL)]
+  rows = np.array([0, 2, 3])
+  check((o[rows], after[:, rows]), (exact[rows], wanted[:, rows]))
+
+
 @pytest.mark.parametrize("cases", [MESH_CASES, pytest.param(MORE_MESH_CASES, marks=pytest.mark.slow)], ids=" ".join)
 def test_eight_devices_equal_the_full_softmax_with_history_over_their_edges(cases, tmp_path: Path):
   environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
@@ -127,20 +157,27 @@ def test_eight_devices_equal_the_full_softmax_with_history_over_their_edges(case
   assert done.returncode == 0, done.stderr[-4000:]
   with np.load(tmp_path / "found.npz") as found:
     for name in cases:
-      start = START if "True" in name else np.zeros_like(START)
-      check([found[f"{name}-{i}"] for i in range(2)], expected(*make_case(start), start))
+      case, start = make_named_case(name)
+      check([found[f"{name}-0"], found[f"{name}-1"].view(case[-1].dtype)], expected(*case, start=start))
+
+
+def make_named_case(name: str) -> tuple[Any, Any]:
+  """The arrays, and where the chunks start."""
+  start = START if "True" in name else np.zeros_like(START)
+  return (in_fp8(make_case(start)) if name.endswith("fp8") else make_case(start)), start
 
 
 def on_mesh(path: str, names: list[str]) -> None:
   """Answers cases by name into a file."""
   found = {}
   for name in names:
-    implementation, history, history_block = name.split("-")
+    implementation, history, history_block = name.split("-")[:3]
     for constant, value in small_blocks(int(history_block)).items():
       setattr(mla_prefill, constant, value)
-    start = START if history == "True" else np.zeros_like(START)
-    answer = prefill(implementation, history == "True", AXES)(*make_case(start), jnp.int32(LAYER), start, LENGTHS)
-    found |= {f"{name}-{i}": np.asarray(array) for i, array in enumerate(answer)}
+    case, start = make_named_case(name)
+    answer = prefill(implementation, history == "True", AXES)(*case, jnp.int32(LAYER), start, LENGTHS)
+    o, cache = (np.asarray(array) for array in answer)
+    found |= {f"{name}-0": o, f"{name}-1": cache.view(f"uint{8 * cache.dtype.itemsize}")}
   np.savez(path, **found)
 
 
@@ -285,6 +322,41 @@ def test_temp_memory_is_bounded_by_the_chunk(
   blocks = compiled.layers * runs["*/mla_history/while"] if history and devices > 1 else 0
   found = [c.kind for c in collectives(compiled.program, runs) for _ in range(c.calls)]
   assert found == ["all-reduce"] * blocks
+
+
+def with_fp8_cache(mla_benchmark, monkeypatch):
+  """The benchmark, its programs with the cache in FP8."""
+  made = mla_benchmark._arrays
+
+  def arrays(mesh, shapes, specs):
+    return [
+      leaf.update(dtype=jnp.dtype(FP8)) if leaf.ndim == 4 and leaf.shape[-1] == mla_benchmark.CHANNELS else leaf
+      for leaf in made(mesh, shapes, specs)
+    ]
+
+  monkeypatch.setattr(mla_benchmark, "_arrays", arrays)
+  return mla_benchmark
+
+
+@pytest.mark.aot
+def test_history_in_fp8_travels_as_bytes_and_a_chunk_is_rounded_before_keys_are_made_of_it(mla_benchmark, monkeypatch):
+  from kimi_k3.capacity.hlo import collectives, copies, kernels
+
+  benchmark = with_fp8_cache(mla_benchmark, monkeypatch)
+  compiled = benchmark.compile_prefill(benchmark.Prefill("tpu7x:2x2x4", 32, 32768, 2**20, history=True))
+  assert compiled.report.memory.temp_bytes < 320 * 2**20
+  assert set(kernels(compiled.program, compiled.loops)) == {"flash_causal", "flash_all"}
+  (found,) = collectives(compiled.program, compiled.loops)
+  assert found.kind == "all-reduce"
+  assert found.bytes <= 1.12 * benchmark.CHANNELS * mla_prefill.HISTORY_BLOCK  # 576 channels take 640
+  # Written in place. The layout of the chunk itself may change, a window of history too.
+  cache = (benchmark.PREFILL_LAYERS, 1, 32768, benchmark.CHANNELS)
+  assert cache not in [copy.result.dims for copy in copies(compiled.program, loops=compiled.loops)]
+  assert "sparse-core-data-format-call(f8" not in compiled.report.text
+  # Keys are made of FP8: of what is cached.
+  keys = [line for line in compiled.report.text.splitlines() if "-> bf16[1,3,32768,128] {" in line]
+  assert keys
+  assert all("f8e4m3fn[1,32768,576]" in line for line in keys)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
@@ -29,7 +30,10 @@ ALLOCATED = 64
 POSITIONS = np.array([0, ALLOCATED - 1, -1, 5, 8, 7, -7, 33], np.int32)
 TOLERANCE = 1e-5  # of the largest value: float32 against float64, scores up to 20
 MESH_CASES = ["sequence-pallas", "batch-portable"]
-MORE_MESH_CASES = ["sequence-portable", "batch-pallas"]
+MORE_MESH_CASES = [
+  *("sequence-portable", "batch-pallas", "sequence-pallas-fp8", "sequence-portable-fp8", "batch-pallas-fp8"),
+]
+FP8 = ml_dtypes.float8_e4m3fn
 
 
 def make_case(positions=POSITIONS, allocated=ALLOCATED, seed=0):
@@ -46,12 +50,18 @@ def make_case(positions=POSITIONS, allocated=ALLOCATED, seed=0):
   return q, new, cache
 
 
+def make_fp8_case(*arguments, **options):
+  """The same with a cache in FP8."""
+  q, new, cache = make_case(*arguments, **options)
+  return q, new, cache.astype(FP8)
+
+
 def expected(q, new, cache, positions: Any = POSITIONS):
-  """The plain form: every head's softmax over all positions of its row; and the cache after it."""
+  """The plain form: every head's softmax over all positions of its row, as cached; and the cache after it."""
   after, out = cache.copy(), np.zeros((*q.shape[:2], LATENT))
   for row, position in enumerate(positions):
     if position >= 0:
-      after[LAYER, row, position] = new[row]
+      after[LAYER, row, position] = new[row].astype(cache.dtype)
       seen = after[LAYER, row, : position + 1].astype(np.float64)
       score = q[row].astype(np.float64) @ seen.T
       weight = np.exp(score - score.max(axis=-1, keepdims=True))
@@ -86,13 +96,37 @@ def check(found, wanted):
   (o, cache), (expected_o, expected_cache) = found, wanted
   np.testing.assert_allclose(o, expected_o, rtol=0, atol=TOLERANCE * np.abs(expected_o).max())
   # As bits: NaN stays NaN, and nothing but the new latents is written.
-  np.testing.assert_array_equal(np.asarray(cache).view(np.uint32), expected_cache.view(np.uint32))
+  assert cache.dtype == expected_cache.dtype
+  bits = f"uint{8 * expected_cache.dtype.itemsize}"
+  np.testing.assert_array_equal(np.asarray(cache).view(bits), expected_cache.view(bits))
 
 
 @pytest.mark.parametrize("implementation", ["portable", "pallas"])
 def test_a_step_equals_the_full_softmax_and_writes_the_new_latents_alone(implementation):
   case = make_case()
   check(step("sequence", implementation)(*case, jnp.int32(LAYER), POSITIONS), expected(*case))
+
+
+@pytest.mark.parametrize("implementation", ["portable", "pallas"])
+def test_a_step_on_fp8_attends_to_the_new_latent_as_it_is_cached(implementation):
+  q, new, cache = make_fp8_case()
+  new[0] *= 40  # row 0 sees nothing else
+  found, wanted = step("sequence", implementation)(q, new, cache, jnp.int32(LAYER), POSITIONS), expected(q, new, cache)
+  check(found, wanted)
+
+
+@pytest.mark.parametrize("implementation", ["portable", "pallas"])
+def test_a_number_that_fp8_has_not_ends_its_row_alone(implementation):
+  q, new, cache = make_fp8_case()
+  new[3, 2], new[4, LATENT + 1] = -465.0, np.inf
+  new[5, :2] = 464.0, -448.0  # the largest, and what is nearest to it
+  o, after = step("sequence", implementation)(q, new, cache, jnp.int32(LAYER), POSITIONS)
+  exact, wanted = expected(q, new, cache)
+  assert np.isnan(o[3:5]).any(axis=-1).all(), "every head of those rows"
+  rows = np.array([0, 1, 2, 5, 6, 7])
+  check((np.asarray(o)[rows], np.asarray(after)[:, rows]), (exact[rows], wanted[:, rows]))
+  for row in (3, 4):  # of NaN the sign may differ
+    np.testing.assert_array_equal(np.isnan(after[LAYER, row]), np.isnan(wanted[LAYER, row]))
 
 
 @pytest.mark.parametrize("cases", [MESH_CASES, pytest.param(MORE_MESH_CASES, marks=pytest.mark.slow)], ids=" ".join)
@@ -102,21 +136,27 @@ def test_eight_devices_equal_the_full_softmax_with_either_cut(cases, tmp_path: P
   command = [sys.executable, __file__, str(tmp_path / "found.npz"), *cases]
   done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
   assert done.returncode == 0, done.stderr[-4000:]
-  wanted = expected(*make_case())
   with np.load(tmp_path / "found.npz") as found:
     for name in cases:
-      check([found[f"{name}-{i}"] for i in range(2)], wanted)
+      case = make_named_case(name)
+      cache = found[f"{name}-1"].view(case[2].dtype)
+      check([found[f"{name}-0"], cache], expected(*case))
       calls = sorted(found[f"{name}-collectives"].tolist())
       assert calls == (["all_gather", "all_to_all"] if "sequence" in name else ["all_to_all", "all_to_all"])
 
 
+def make_named_case(name: str):
+  return make_fp8_case() if name.endswith("fp8") else make_case()
+
+
 def on_mesh(path: str, names: list[str]) -> None:
   """Answers MESH_CASES by name into a file, with the names of the collectives each program has."""
-  found, case = {}, make_case()
+  found = {}
   for name in names:
-    function = step(*name.split("-"), AXES)
-    for i, array in enumerate(function(*case, jnp.int32(LAYER), POSITIONS)):
-      found[f"{name}-{i}"] = np.asarray(array)
+    case = make_named_case(name)
+    function = step(*name.split("-")[:2], AXES)
+    o, cache = (np.asarray(array) for array in function(*case, jnp.int32(LAYER), POSITIONS))
+    found |= {f"{name}-0": o, f"{name}-1": cache.view(f"uint{8 * cache.dtype.itemsize}")}
     text = str(function.trace(*case, jnp.int32(LAYER), POSITIONS).jaxpr)
     kinds = ("all_gather", "all_to_all", "psum", "ppermute", "reduce_scatter")
     found[f"{name}-collectives"] = np.array([kind for kind in kinds for _ in range(text.count(f" {kind}["))])
@@ -155,6 +195,17 @@ def test_bfloat16_gives_bfloat16_close_to_float64(implementation):
   assert o.dtype == after.dtype == jnp.bfloat16
   exact, _ = expected(*(np.asarray(x, np.float32) for x in (q * jnp.bfloat16(0.2), new, cache)))
   # 8 bits of the weights and of the result.
+  np.testing.assert_allclose(np.asarray(o, np.float32), exact, rtol=0, atol=2**-7 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("implementation", ["pallas", pytest.param("portable", marks=pytest.mark.slow)])
+def test_bfloat16_queries_take_fp8_as_it_is(implementation):
+  q, new, cache = make_fp8_case()
+  q, new = jnp.asarray(q * np.float32(0.2), jnp.bfloat16), jnp.asarray(new, jnp.bfloat16)
+  o, after = step("sequence", implementation)(q, new, cache, jnp.int32(LAYER), POSITIONS)
+  assert (o.dtype, after.dtype) == (jnp.bfloat16, FP8)
+  exact, _ = expected(np.asarray(q, np.float32), np.asarray(new, np.float32), cache)
+  # As above: 8 bits of the weights and of the result.
   np.testing.assert_allclose(np.asarray(o, np.float32), exact, rtol=0, atol=2**-7 * np.abs(exact).max())
 
 
@@ -216,6 +267,42 @@ def test_a_scan_over_layers_holds_no_copy_of_the_cache(
   if temp_mib == 1:
     # The cache once, a tile of each row back. Of 64 rows by sequence, queries and results of all heads weigh more.
     assert hbm_bytes(program, compiled.kernels).total < 1.05 * cache_bytes
+
+
+def with_fp8_cache(mla_benchmark, monkeypatch):
+  """The benchmark, its programs with the cache in FP8."""
+  made = mla_benchmark._arrays
+
+  def arrays(mesh, shapes, specs):
+    return [
+      leaf.update(dtype=jnp.dtype(FP8)) if leaf.ndim == 4 and leaf.shape[-1] == mla_benchmark.CHANNELS else leaf
+      for leaf in made(mesh, shapes, specs)
+    ]
+
+  monkeypatch.setattr(mla_benchmark, "_arrays", arrays)
+  return mla_benchmark
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+  ("rows", "allocated", "cut", "temp_mib"),
+  [(64, 8192, "batch", 1), (40, 2**20, "sequence", 12), (32, 2**20, "batch", 1)],
+)
+def test_a_cache_in_fp8_takes_half_the_memory_and_half_the_traffic(
+  rows, allocated, cut, temp_mib, mla_benchmark, monkeypatch
+):
+  from kimi_k3.capacity.hlo import copies, hbm_bytes, kernels
+
+  benchmark = with_fp8_cache(mla_benchmark, monkeypatch)
+  compiled = benchmark.compile_step(benchmark.Step("tpu7x:2x2x4", 32, rows, allocated, cut))
+  memory, program, layers = compiled.report.memory, compiled.program, compiled.layers
+  cache_bytes = layers * rows * allocated * benchmark.CHANNELS // 32
+  assert memory.alias_bytes == cache_bytes, "something is padded, or the cache is not updated in place"
+  assert memory.argument_bytes < cache_bytes + 2**20
+  assert memory.temp_bytes < temp_mib * 2**20
+  assert copies(program, min_bytes=cache_bytes // layers) == []
+  assert kernels(program) == {"latent_step": layers}
+  assert hbm_bytes(program, compiled.kernels).total < 1.05 * cache_bytes
 
 
 if __name__ == "__main__":

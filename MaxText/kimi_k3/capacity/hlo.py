@@ -27,6 +27,7 @@ from kimi_k3.capacity.hlo_text import Array, Computation, Instruction, Program, 
 from kimi_k3.capacity.hlo_traffic import in_place_operands, slice_like, traffic
 from kimi_k3.capacity.hlo_walk import CALLS, Step, Walk
 from kimi_k3.errors import InputError
+from kimi_k3.layout import BLOCK_LAYERS
 
 __all__ = [
   "Array",
@@ -47,6 +48,7 @@ __all__ = [
   "layer_of_stack",
   "loop_counts",
   "parse",
+  "reductions_per_layer",
   "strip_locations",
 ]
 
@@ -178,6 +180,31 @@ def collective_table(rows: Sequence[Collective]) -> str:
     lines.append(f"{row.kind:20} {row.calls:6} {row.bytes / 2**10:10.1f} {row.where:11} {groups}  {row.op_name}")
   calls, size = sum(row.calls for row in rows), sum(row.calls * row.bytes for row in rows)
   return "\n".join([*lines, f"{calls} calls, {size / 1e6:.2f} MB a device"])
+
+
+def reductions_per_layer(rows: Sequence[Collective]) -> float | None:
+  """Returns how often the devices meet for a sum in a layer of the blocks; None without a scan over blocks.
+
+  Of a decoding step of `spmd.programs`, whose only loop is the scan over blocks of BLOCK_LAYERS layers: what its body
+  does has `while/body` in its path in the traced program; embedding, head and the layers outside the blocks do not.
+  All-reduces and reduce-scatters count, and all-gathers beyond as many as there are reduce-scatters: one that undoes a
+  reduce-scatter is the second half of the same sum, one that joins the parts of a product is as far a way as a sum. 2
+  where heads and experts are cut, 4 (three sums and a join) where the projections of the experts' latent are cut too.
+
+  Not of a chunk of prefill: there the compiler loses the paths of reduce-scatters, and layers outside the blocks have
+  loops of their own.
+
+  Args:
+    rows: From `collectives`, all of them.
+  """
+  inside = [row for row in rows if "/while/body/" in row.op_name]
+  if not inside:
+    return None
+  runs = max(row.calls for row in inside)
+  reduces, scatters, gathers = (
+    sum(row.calls for row in inside if row.kind == kind) for kind in ("all-reduce", "reduce-scatter", "all-gather")
+  )
+  return (reduces + scatters + max(0, gathers - scatters)) / (runs * BLOCK_LAYERS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -178,10 +178,18 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A compiled program."""
+  """A compiled program.
+
+  Attributes:
+    computations: By name.
+    entry: Name of the one that is run.
+    aliases: Number of the argument whose memory a result takes, by number of the result. Empty where the text has lost
+      its first line.
+  """
 
   computations: dict[str, Computation]
   entry: str
+  aliases: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
   def computation(self, name: str) -> Computation:
     return self.computations[name]
@@ -220,7 +228,15 @@ def parse(text: str) -> Program:
       raise ValueError(f"not an instruction of {name}: {line[:200]}")
   if name is not None or entry is None:
     raise ValueError("no ENTRY computation, or the text ends inside a computation: expected the whole HLO text")
-  return Program(computations, entry)
+  return Program(computations, entry, _aliases(text))
+
+
+def _aliases(text: str) -> dict[int, int]:
+  """input_output_alias of the module: {result}: (argument, {}, may-alias); a lone result has no number."""
+  header = next((line for line in text.splitlines() if line.startswith("HloModule")), "")
+  stated = re.search(r"input_output_alias=\{(.*?\))\s*\}", header)
+  pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}", stated.group(1)) if stated else []
+  return {int(result or 0): int(argument) for result, argument in pairs}
 
 
 def _is_whole(line: str) -> bool:

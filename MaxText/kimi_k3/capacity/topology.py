@@ -46,6 +46,12 @@ FAST_COMPILE_OPTIONS: Mapping[str, str] = COMPILE_OPTIONS | {
   for kind in ("all_reduce", "all_gather", "reduce_scatter")
 }
 
+# Compiles what does not fit, for the memory of it: libtpu 0.0.50.1 then reports arguments, temporaries and code as of
+# any program, still scheduled for the HBM that there is, and a program that fits is the same with it as without. Only
+# after an error that oom.read_out_of_memory reads: a kernel too large for VMEM is not refused then, its compile may
+# never end. To be added to other options; what it compiles does not run.
+UNLIMITED_HBM_OPTIONS: Mapping[str, str] = {"xla_tpu_no_crash_on_oom": "true"}
+
 
 @dataclasses.dataclass(frozen=True)
 class DeviceKind:
@@ -143,17 +149,20 @@ def _find_libtpu(what: str) -> None:
     sys.path.append(str(LIBTPU_DIRECTORY))
 
 
-def tpu_devices(topology: str) -> list[Any]:
+def tpu_devices(topology: str, *, slices: int = 1) -> list[Any]:
   """Returns the devices of a topology, as good for compiling as real ones and for nothing else.
 
   Sets LIBTPU_ENVIRONMENT where the caller's environment has nothing of that name, before libtpu is loaded.
 
   Args:
     topology: Kind and shape in chips: "tpu7x:2x2x4" is 16 chips and 32 devices.
+    slices: Slices of that shape, joined by the data center's network. Devices of several have a `slice_index`.
 
   Raises:
     InputError: if libtpu is absent, or knows no such topology.
   """
+  if slices < 1:
+    raise InputError(f"topology {topology}: {slices} slices, expected 1 or more")
   _find_libtpu(f"topology {topology}")
   for name, value in LIBTPU_ENVIRONMENT.items():
     os.environ.setdefault(name, value)
@@ -163,7 +172,8 @@ def tpu_devices(topology: str) -> list[Any]:
   try:
     if not topology:
       raise ValueError("an empty name")  # for JAX it is the TPU of this machine
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    several = {"num_slices": slices} if slices > 1 else {}
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **several).devices)
   except (jax.errors.JaxRuntimeError, RuntimeError, ValueError) as error:
     reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
     raise InputError(
@@ -172,17 +182,18 @@ def tpu_devices(topology: str) -> list[Any]:
     ) from error
 
 
-def tpu_mesh(topology: str, axes: Mapping[str, int]) -> jax.sharding.Mesh:
+def tpu_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) -> jax.sharding.Mesh:
   """Returns a mesh of the first devices of a topology, in the order libtpu names them.
 
   Args:
     topology: As for tpu_devices.
     axes: Sizes by name of axis, outermost first.
+    slices: As for tpu_devices; one after the other, so that the outermost axes lie across them.
 
   Raises:
     InputError: as tpu_devices, and if the topology has too few devices.
   """
-  devices = tpu_devices(topology)
+  devices = tpu_devices(topology, slices=slices)
   count = math.prod(axes.values())
   if not 0 < count <= len(devices):
     raise InputError(

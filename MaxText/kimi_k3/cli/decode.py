@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kimi_k3.cli.inputs import check_vocabulary, check_writable, read_rows, write_whole
+from kimi_k3.cli.multihost import HELP, add_flags, joined, lost_processes, shown_by
 from kimi_k3.errors import InputError
 
 if TYPE_CHECKING:
   from kimi_k3.generate.loop import Row
+  from kimi_k3.generate.sampling import Sampler
   from kimi_k3.generate.tokenizer import Tokenizer
+  from kimi_k3.maxtext_adapter.distributed import Processes
 
 DESCRIPTION = """\
 Decodes prompts with a converted checkpoint. Rows may have any lengths and number: those beyond the slots wait. Without
@@ -26,12 +30,14 @@ takes TPU kernels by name (configs/tpu7x-32.yml, docs/sharding.md).
 
 Greedy by default. For a draw at a temperature: decode_sampling_strategy=weighted decode_sampling_temperature=0.7
 decode_sampling_seed=1; the same seed gives a row the same tokens in any slot and beside any neighbours.
-"""
+
+{multihost}"""
 EPILOG = """\
 examples:
   kimi-k3 decode OUT/decode.yml prompt="The capital of France is" --max-new-tokens 32
   kimi-k3 decode OUT/decode.yml --prompt-ids prompts.json --max-new-tokens 64 --out completions.json
   kimi-k3 decode OUT/decode.yml --prompt-ids prompts.json dtype=float32 matmul_precision=highest
+  kimi-k3 decode OUT/decode.yml --prompt-ids prompts.json partitioning=manual --multihost auto
 """
 _PROMPT = "prompt="
 _MAX_DEFAULT_SLOTS = 16
@@ -52,7 +58,9 @@ _REFUSED_KEYS = {
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
   """Adds the verb to the command line."""
-  parser = subparsers.add_parser("decode", help="prompts in, tokens out", description=DESCRIPTION, epilog=EPILOG)
+  parser = subparsers.add_parser(
+    "decode", help="prompts in, tokens out", description=DESCRIPTION.format(multihost=HELP), epilog=EPILOG
+  )
   parser.add_argument("config", metavar="CONFIG.yml", help="decode.yml of a converted checkpoint; key=value may follow")
   parser.add_argument("--prompt-ids", metavar="FILE.json", help="list of lists of token ids")
   parser.add_argument(
@@ -60,15 +68,44 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
   )
   parser.add_argument("--ignore-eos", action="store_true", help="go on after the end token")
   parser.add_argument("--out", metavar="FILE.json", help="write the rows there (default: stdout)")
+  add_flags(parser)
   parser.set_defaults(settings=[])
   return parser
 
 
 def run(args: argparse.Namespace) -> int:
   """Decodes all rows; exit code 1 if one of them ended with an error."""
+  with joined(args) as processes:
+    given = processes.together(lambda: _read(args, processes))
+    processes.agree(given.shown)
+    engine = processes.together(lambda: _load(given.config, args))
+    with lost_processes(processes):
+      rows, summary = _generate(engine, given, args, processes)
+    processes.together(lambda: _finish(rows, summary, given, args, processes))
+  return 1 if any(row.finish_reason == "error" for row in rows) else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+  """All that was given.
+
+  Attributes:
+    config: MaxText's HyperParameters.
+    prompts: Rows of token ids.
+    tokenizer: None if there is none.
+    shown: What must be the same in every process; nothing in one alone.
+  """
+
+  config: Any
+  prompts: list[list[int]]
+  tokenizer: Tokenizer | None
+  shown: dict[str, str]
+
+
+def _read(args: argparse.Namespace, processes: Processes) -> _Given:
   if args.max_new_tokens < 1:
     raise InputError(f"--max-new-tokens is {args.max_new_tokens}, expected 1 or more")
-  if args.out:
+  if args.out and processes.first:
     check_writable(args.out)
   from kimi_k3.generate.lengths import cache_lengths
   from kimi_k3.maxtext_adapter.settings import explicit_settings, read_config
@@ -81,11 +118,14 @@ def run(args: argparse.Namespace) -> int:
   lengths = cache_lengths(prompts, args.max_new_tokens, explicit)
   config = read_config(args.config, settings, **lengths, per_device_batch_size=_slots_a_device(len(prompts)))
   check_vocabulary(prompts, config.vocab_size, source)
-  rows, summary = _generate(config, args, prompts)
-  result = [_as_dict(row, tokenizer) for row in rows]
-  _deliver(result, args.out)
+  return _Given(config, prompts, tokenizer, shown_by(processes, config, args, prompts))
+
+
+def _finish(rows: list[Row], summary: str, given: _Given, args: argparse.Namespace, processes: Processes) -> None:
+  if not processes.first:
+    return
+  _deliver([_as_dict(row, given.tokenizer) for row in rows], args.out)
   print(summary, file=sys.stdout if args.out else sys.stderr)
-  return 1 if any(row.finish_reason == "error" for row in rows) else 0
 
 
 def _split_prompt(settings: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -140,22 +180,31 @@ def _slots_a_device(rows: int) -> int:
   return -(-min(rows, _MAX_DEFAULT_SLOTS) // jax.device_count())
 
 
-def _generate(config: Any, args, prompts: list[list[int]]) -> tuple[list[Row], str]:
+def _load(config: Any, args: argparse.Namespace) -> Any:
+  from kimi_k3.maxtext_adapter.engine import make_engine
+
+  _sampler(config)  # what it refuses comes before the weights
+  return make_engine(config, args.check_placement)
+
+
+def _sampler(config: Any) -> Sampler:
+  from kimi_k3.generate.sampling import Sampler
+
+  return Sampler(config.decode_sampling_strategy.value, config.decode_sampling_temperature, config.decode_sampling_seed)
+
+
+def _generate(engine: Any, given: _Given, args: argparse.Namespace, processes: Processes) -> tuple[list[Row], str]:
   from tqdm import tqdm
 
   from kimi_k3.generate.clock import CompileClock
   from kimi_k3.generate.loop import Request, generate
-  from kimi_k3.generate.sampling import Sampler
-  from kimi_k3.maxtext_adapter.engine import make_engine
 
-  clock = CompileClock()
-  strategy = config.decode_sampling_strategy.value
-  sampler = Sampler(strategy, config.decode_sampling_temperature, config.decode_sampling_seed)
+  clock, config = CompileClock(), given.config
   stop_id = None if args.ignore_eos else config.eos_token_id
-  request = Request(args.max_new_tokens, stop_id, sampler, config.max_prefill_predict_length)
-  engine = make_engine(config)
-  with tqdm(total=len(prompts), unit="row", file=sys.stderr, disable=None) as bar:
-    rows, timing = generate(engine, prompts, request, clock=clock, on_finished=lambda _: bar.update())
+  request = Request(args.max_new_tokens, stop_id, _sampler(config), config.max_prefill_predict_length)
+  shown = None if processes.first else True  # None: where there is a terminal
+  with tqdm(total=len(given.prompts), unit="row", file=sys.stderr, disable=shown) as bar:
+    rows, timing = generate(engine, given.prompts, request, clock=clock, on_finished=lambda _: bar.update())
   return rows, f"{len(rows)} rows on {engine.num_slots} slots: {timing.summary()}"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from kimi_k3.errors import InputError
 
-VERBS = ("convert", "verify", "export", "inspect", "slice", "decode", "logits", "run")
+VERBS = ("convert", "verify", "export", "inspect", "slice", "decode", "logits", "plan", "run")
 # What people look for and does not exist, each with the reason.
 _REFUSED_VERBS = {"serve": "there is no server; use decode with --prompt-ids for many prompts"}
 
@@ -26,6 +26,7 @@ examples:
   kimi-k3 slice Kimi-K3/ OUT/ --layers 0-7 --experts 64
   kimi-k3 decode OUT/decode.yml --prompt-ids prompts.json --max-new-tokens 64
   kimi-k3 logits OUT/decode.yml --tokens prompts.json --out logits.npz
+  kimi-k3 plan configs/models/kimi-k3.yml --topology tpu7x:2x2x4 --decode 64,8192
   kimi-k3 run maxtext.checkpoint_conversion.inspect_checkpoint maxtext model_name=kimi-k3 scan_layers=true
 
 `kimi-k3 VERB --help` explains each.

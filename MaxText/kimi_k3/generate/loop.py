@@ -8,11 +8,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kimi_k3.generate.clock import CompileClock
 from kimi_k3.generate.lengths import bucket
 from kimi_k3.generate.sampling import Sampler
+
+GATHERED_BYTES = 256 * 1024 * 1024  # 256 MiB
 
 
 @runtime_checkable
@@ -143,12 +147,33 @@ def generate(
   return rows, timing
 
 
+def to_host(array: jax.Array) -> np.ndarray:
+  """Returns all of an array, which may be spread over several processes: then each must call, and each gets it.
+
+  What travels at a time is some rows, up to GATHERED_BYTES: every device holds them whole for a moment.
+  """
+  if array.is_fully_addressable or array.is_fully_replicated:
+    return np.asarray(array)
+  assert isinstance(array.sharding, NamedSharding), array.sharding
+  everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
+  step = max(1, GATHERED_BYTES * array.shape[0] // array.nbytes)
+  take = jax.jit(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, min(step, x.shape[0])), out_shardings=everywhere)
+  # The last part starts early enough to be whole.
+  starts = [min(i, max(0, array.shape[0] - step)) for i in range(0, array.shape[0], step)]
+  result = np.empty(array.shape, array.dtype)
+  for start in starts:
+    part = np.asarray(take(array, start))
+    result[start : start + part.shape[0]] = part
+  return result
+
+
 def _prefill(engine: SlotEngine, slot: int, row: Row, request: Request) -> None:
   n = len(row.prompt_ids)
   tokens = np.zeros(bucket(n, request.max_prompt), np.int32)
   tokens[:n] = row.prompt_ids
   prompt = engine.prefill(tokens, n)
-  token, finite = request.sampler(prompt.logits[None], np.array([row.index]), np.array([0]))
+  sampled = request.sampler(prompt.logits[None], np.array([row.index]), np.array([0]))
+  token, finite = (np.asarray(x) for x in sampled)
   _append(row, int(token[0]), bool(finite[0]), request)
   if row.finish_reason is None:
     engine.insert(prompt, slot)

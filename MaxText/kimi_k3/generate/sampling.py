@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from kimi_k3.errors import InputError
@@ -47,10 +49,21 @@ class Sampler:
     self, logits: Float[Array, "B X"], rows: Int[Array | np.ndarray, " B"], steps: Int[Array | np.ndarray, " B"]
   ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """Returns a token for each row, and whether the row's logits were finite: if not, the token means nothing."""
-    return _sample(self, logits, jnp.asarray(rows, jnp.int32), jnp.asarray(steps, jnp.int32))
+    # As numpy's arrays: those of one device cannot be joined with logits of several processes.
+    return _sampling(_everywhere(logits))(self, logits, np.asarray(rows, np.int32), np.asarray(steps, np.int32))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+def _everywhere(logits: Array) -> NamedSharding | None:
+  """Where the tokens go: to all devices of the logits' mesh, so that every process can read them."""
+  sharding = logits.sharding if isinstance(logits, jax.Array) else None
+  return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+
+
+@functools.cache
+def _sampling(result: NamedSharding | None) -> Callable[..., tuple[Array, Array]]:
+  return jax.jit(_sample, static_argnums=0, out_shardings=result)
+
+
 def _sample(sampler: Sampler, logits, rows, steps):
   finite = jnp.isfinite(logits).all(axis=-1)
   if sampler.strategy == GREEDY:

@@ -108,6 +108,7 @@ def load_params(path: str, abstract: nnx.State, settings: Mapping[str, Any] | No
       the mesh does not divide a leaf, the data cannot be read, or a leaf's content is not what was converted.
   """
   import orbax.checkpoint as ocp
+  from etils import epath
 
   record = read_record(path)
   check_settings(settings or {}, record, path)
@@ -120,10 +121,11 @@ def load_params(path: str, abstract: nnx.State, settings: Mapping[str, Any] | No
   restore_args = jax.tree.map(
     lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), target
   )
-  checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True))
+  # The handler alone: a Checkpointer waits for the other processes, and one that failed would let them hang.
+  handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
   try:
-    restored = checkpointer.restore(
-      pathlib.Path(path) if "://" not in path else path,
+    restored = handler.restore(
+      epath.Path(path),
       item={"params": {"params": target}},
       restore_args={"params": {"params": restore_args}},
     )
@@ -133,6 +135,15 @@ def load_params(path: str, abstract: nnx.State, settings: Mapping[str, Any] | No
   nnx.replace_by_pure_dict(abstract, restored["params"]["params"])
   check_content({names[p]: v[...] for p, v in nnx.to_flat_state(abstract)}, recorded, path)
   return abstract
+
+
+def bytes_read() -> int:
+  """Returns the bytes that this process has read through TensorStore since it started, from disks and buckets."""
+  import tensorstore as ts
+
+  metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/")
+  found = [metric for metric in metrics if metric["name"].endswith("/bytes_read")]
+  return sum(int(value["value"]) for metric in found for value in metric["values"])
 
 
 def check_fit(model: Mapping[str, jax.ShapeDtypeStruct], stored: Mapping[str, jax.ShapeDtypeStruct], path: str) -> None:
@@ -267,8 +278,8 @@ def check_content(leaves: Mapping[str, Any], recorded: Mapping[str, Recorded], p
     left -= leaf.nbytes
     if left < 0:
       break
-    if not leaf.is_fully_addressable:  # spread over several hosts: none of them has all its bytes
-      continue
+    if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+      continue  # spread over several hosts: none of them has all its bytes
     held = recorded.get(name)
     fits = held is not None and len(held.chunk_shape) == leaf.ndim
     found = checksums.array_checksum(np.asarray(leaf), held.chunk_shape) if held and fits else "none"

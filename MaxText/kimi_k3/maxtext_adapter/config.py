@@ -14,6 +14,7 @@ from kimi_k3.config import (
   ExpertImplementation,
   KdaImplementation,
   KimiK3Config,
+  LatentDtype,
   PrefillImplementation,
   StepImplementation,
 )
@@ -108,6 +109,9 @@ class KimiMaxTextConfig(types.MaxTextConfig):
   mla_cache_cut: Literal["sequence", "batch"] = pydantic.Field(
     "sequence", description="How the devices of a row share its MLA latents: by tokens, for few rows, or by rows."
   )
+  mla_cache_dtype: LatentDtype | None = pydantic.Field(
+    None, description="Of the MLA latents: float8_e4m3fn takes half of bfloat16; null: dtype."
+  )
   prefill_cut: Literal["sequence", "whole"] = pydantic.Field(
     "sequence", description="Whether the residual stream of prefill is cut by tokens."
   )
@@ -196,6 +200,7 @@ def compute_config(config: Any) -> ComputeConfig:
     mla_step_implementation=config.mla_step_implementation,
     mla_prefill_implementation=config.mla_prefill_implementation,
     interpret_kernels=config.interpret_kernels,
+    mla_cache_dtype=config.mla_cache_dtype,
   )
 
 
@@ -246,6 +251,7 @@ _MANUAL_ONLY = {
   "partition_mesh": None,
   "partition_rules": None,
   "mla_cache_cut": "sequence",
+  "mla_cache_dtype": None,
   "prefill_cut": "sequence",
   "prefill_chunk": None,
   "expert_implementation": "reference",

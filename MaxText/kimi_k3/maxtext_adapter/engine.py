@@ -41,8 +41,12 @@ class Prefilled:
     return prefix
 
 
-def make_engine(config: Any) -> Any:
+def make_engine(config: Any, placement: str | None = None) -> Any:
   """Returns the engine of the config's partitioning: MaxText's, or that of our own programs. Both have one interface.
+
+  Args:
+    config: MaxText's HyperParameters.
+    placement: How far the loaded weights are compared with the checkpoint, see SpmdEngine.
 
   Raises:
     InputError: if the checkpoint, the mesh or the number of rows does not fit.
@@ -50,8 +54,19 @@ def make_engine(config: Any) -> Any:
   if config.partitioning == "manual":
     from kimi_k3.maxtext_adapter.spmd_engine import SpmdEngine
 
-    return SpmdEngine(config)
+    return SpmdEngine(config, placement)
+  _refuse_for_auto(placement)
   return Engine(config)
+
+
+def _refuse_for_auto(placement: str | None) -> None:
+  """Raises InputError for what only the manual partitioning can do."""
+  if (count := jax.process_count()) > 1:
+    raise InputError(f"partitioning is auto on {count} processes, expected one: set partitioning=manual")
+  if placement not in (None, "none"):
+    raise InputError(
+      f"--check-placement {placement}: partitioning is auto, which it is not for: set partitioning=manual"
+    )
 
 
 def number_of_slots(config: Any, devices: int) -> int:
@@ -198,8 +213,12 @@ class Engine:
 Forward = Callable[[np.ndarray, int], tuple[Array, Array | None]]
 
 
-def make_forward(config: Any) -> Forward:
+def make_forward(config: Any, placement: str | None = None) -> Forward:
   """Returns (padded tokens [T], true length) -> (logits [T, X], chosen experts [MoE layers, T, S]), without caches.
+
+  Args:
+    config: MaxText's HyperParameters.
+    placement: See make_engine.
 
   Raises:
     InputError: if the checkpoint does not fit the config.
@@ -207,7 +226,8 @@ def make_forward(config: Any) -> Forward:
   if config.partitioning == "manual":
     from kimi_k3.maxtext_adapter.spmd_engine import make_spmd_forward
 
-    return make_spmd_forward(config)
+    return make_spmd_forward(config, placement)
+  _refuse_for_auto(placement)
   from maxtext.common.common_types import MODEL_MODE_TRAIN
 
   mesh, abstract = abstract_model(config, MODEL_MODE_TRAIN)

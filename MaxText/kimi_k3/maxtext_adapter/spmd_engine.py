@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.experimental import mesh_utils
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Float
 
 from kimi_k3.errors import InputError
-from kimi_k3.maxtext_adapter.checkpoint import load_params, storage_settings
+from kimi_k3.maxtext_adapter.checkpoint import bytes_read, load_params, storage_settings
 from kimi_k3.maxtext_adapter.config import architecture, compute_config
 from kimi_k3.maxtext_adapter.engine import Forward, check_tokens, checkpoint_path, make_mesh, number_of_slots
+from kimi_k3.maxtext_adapter.placement import check_placement
 from kimi_k3.moe.decode_kernel import MAX_TOKENS
-from kimi_k3.spmd import programs
+from kimi_k3.spmd import programs, slices
 from kimi_k3.spmd.cuts import Cuts
 from kimi_k3.spmd.model import SpmdModel
 
@@ -48,11 +49,22 @@ class SpmdPrefilled:
 
 
 class SpmdEngine:
-  """Prefill, insert, step and release. A row of the caches is a slot, empty until a prompt is inserted."""
+  """Prefill, insert, step and release. A row of the caches is a slot, empty until a prompt is inserted.
 
-  def __init__(self, config: Any):
+  In several processes each makes one and makes the same calls with the same values: all arrays are of all devices.
+  """
+
+  def __init__(self, config: Any, placement: str | None = None, devices: Sequence[Any] | None = None):
+    """Loads the checkpoint. Communicates with no other process.
+
+    Args:
+      config: MaxText's HyperParameters.
+      placement: How far the loaded weights are compared with the checkpoint, one of placement.MODES; None: "sample" in
+        several processes, "none" in one.
+      devices: In the order of the mesh; None: all, in an order of JAX's.
+    """
     self.config = config
-    self.model = build_model(config)
+    self.model = build_model(config, devices)
     self._num_slots = number_of_slots(config, self.model.mesh.size)
     self._check_chunk()
     self._prompt_length = cache_length(self.model, config.max_prefill_predict_length, cut="sequence")
@@ -60,7 +72,7 @@ class SpmdEngine:
     longest = max(config.max_target_length, self._prompt_length)
     self._length = cache_length(self.model, longest, cut=config.mla_cache_cut)
     abstract = self.model.cache(self._num_slots, self._length, cut=config.mla_cache_cut)
-    self._params = load(self.model, config)
+    self._params = load(self.model, config, placement)
     self._cache = programs.make_empty(abstract)()
     self._step = programs.decode_step(self.model, rows=self._num_slots, length=self._length, cut=config.mla_cache_cut)
     shardings = {name: leaf.sharding for name, leaf in abstract.items()}
@@ -114,7 +126,8 @@ class SpmdEngine:
       padded = np.zeros((1, size), np.int32)
       padded[0, : part.shape[0]] = part
       run = self._prefill(size, start > 0)
-      logits, cache = run.function(self._params, cache, padded, _row(start), _row(part.shape[0]))
+      inputs = (padded, _row(start), _row(part.shape[0]))
+      logits, cache = run.function(self._params, cache, *placed(run, inputs))
     return SpmdPrefilled(logits[0], true_length, cache)
 
   def insert(self, prompt: SpmdPrefilled, *slots: int) -> None:
@@ -145,9 +158,8 @@ class SpmdEngine:
       raise ValueError(
         f"slot {', '.join(map(str, full))}: the cache holds {limit} tokens (max_target_length) and is full"
       )
-    logits, self._cache = self._step.function(
-      self._params, self._cache, tokens.astype(np.int32), self._positions.copy()
-    )
+    inputs = placed(self._step, (tokens.astype(np.int32), self._positions.copy()))
+    logits, self._cache = self._step.function(self._params, self._cache, *inputs)
     self._positions[self._positions != EMPTY] += 1
     return logits
 
@@ -194,10 +206,10 @@ class SpmdEngine:
     )
 
 
-def make_spmd_forward(config: Any) -> Forward:
+def make_spmd_forward(config: Any, placement: str | None = None) -> Forward:
   """Returns (padded tokens [T], true length) -> (logits [T, X], None): see `make_forward`."""
   model = build_model(config)
-  params = load(model, config)
+  params = load(model, config, placement)
 
   @functools.cache
   def program(tokens: int) -> tuple[programs.Program, Callable[[], dict[str, Array]]]:
@@ -212,7 +224,7 @@ def make_spmd_forward(config: Any) -> Forward:
     padded = np.zeros((1, size), np.int32)
     padded[0, : tokens.shape[0]] = tokens
     to_run, empty = program(size)
-    logits, _ = to_run.function(params, empty(), padded, _row(0), _row(true_length))
+    logits, _ = to_run.function(params, empty(), *placed(to_run, (padded, _row(0), _row(true_length))))
     return logits[0, : tokens.shape[0]], None
 
   return run
@@ -245,17 +257,22 @@ def build_model(config: Any, devices: Sequence[Any] | None = None) -> SpmdModel:
   Raises:
     InputError: if the mesh cannot be made or does not divide the model.
   """
-  mesh = _manual_mesh(config, devices)
-  cuts = Cuts.of(dict(mesh.shape), config.partition_rules)
+  mesh, cuts = _manual_mesh(config, devices)
+  slices.check_slices(mesh, cuts)
   programs.check_prefill_cut(cuts, config.prefill_cut)
   return SpmdModel(architecture(config), compute_config(config), mesh, cuts, scan=config.scan_layers)
 
 
-def load(model: SpmdModel, config: Any) -> dict[str, Array]:
+def load(model: SpmdModel, config: Any, placement: str | None = None) -> dict[str, Array]:
   """Returns the checkpoint's parameters where they belong, packed experts in the form that the programs take.
 
+  Args:
+    model: On its mesh. Each process reads what the sharding puts on its devices, and says how much that was.
+    config: MaxText's HyperParameters.
+    placement: See SpmdEngine.
+
   Raises:
-    InputError: if the checkpoint does not fit.
+    InputError: if the checkpoint does not fit, or a device does not hold what it should.
   """
   state: Any = {}
   for name, leaf in model.stored_params.items():
@@ -264,21 +281,53 @@ def load(model: SpmdModel, config: Any) -> dict[str, Array]:
     for part in path:
       node = node.setdefault(part, {})
     node[last] = nnx.Param(leaf, eager_sharding=False)
-  loaded = load_params(checkpoint_path(config), nnx.State(state), storage_settings(config))
+  path, before = checkpoint_path(config), bytes_read()
+  loaded = load_params(path, nnx.State(state), storage_settings(config))
   flat = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(loaded)}
+  several = jax.process_count() > 1
+  if several:
+    stored = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in model.stored_params.values())
+    read = bytes_read() - before
+    _say(f"read {_said(read)} of {_said(stored)} ({100 * read / stored:.1f} %)")
+  mode = placement or ("sample" if several else "none")
+  if mode != "none":
+    compared = check_placement(path, flat, mode)
+    _say(f"{compared.leaves} leaves are where they belong, {_said(compared.num_bytes)} compared")
   return programs.prepare_experts(model, flat)
 
 
-def _manual_mesh(config: Any, devices: Sequence[Any] | None) -> Mesh:
+def _manual_mesh(config: Any, devices: Sequence[Any] | None) -> tuple[Mesh, Cuts]:
   sizes: dict[str, int] | None = config.partition_mesh
   if not sizes:
-    return make_mesh(config, devices)
+    mesh = make_mesh(config, devices)
+    return mesh, Cuts.of(dict(mesh.shape), config.partition_rules)
   found = jax.devices() if devices is None else devices
   if math.prod(sizes.values()) != len(found):
     said = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
     raise InputError(f"partition_mesh is {said}: {math.prod(sizes.values())} devices, found {len(found)}")
-  return Mesh(mesh_utils.create_device_mesh(tuple(sizes.values()), found), tuple(sizes))
+  cuts = Cuts.of(sizes, config.partition_rules)
+  return slices.make_mesh(sizes, cuts, found), cuts
+
+
+def placed(program: programs.Program, inputs: Sequence[np.ndarray]) -> tuple[Any, ...]:
+  """Returns a program's last arguments on the devices of its mesh. Every process gives the same values."""
+  wanted = program.arguments[-len(inputs) :]
+  return tuple(_global(value, leaf.sharding) for value, leaf in zip(inputs, wanted, strict=True))
+
+
+def _global(value: np.ndarray, sharding: Sharding) -> Any:
+  if sharding.is_fully_addressable:
+    return value  # the program puts it where it belongs
+  return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 def _row(value: int) -> np.ndarray:
   return np.array([value], np.int32)
+
+
+def _say(text: str) -> None:
+  print(f"process {jax.process_index()} of {jax.process_count()}: {text}", file=sys.stderr, flush=True)
+
+
+def _said(num_bytes: int) -> str:
+  return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"

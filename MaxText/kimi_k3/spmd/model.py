@@ -36,6 +36,8 @@ from kimi_k3.spmd.mla import MLA
 
 Arrays = dict[str, Any]
 CACHE_CUTS = ("sequence", "batch")
+# libtpu 0.0.50.1 compiles it for TPU v6 lite too, and pushes it there as e4m3b11, which ends at 30 and has another NaN.
+_E4M3_TPUS = ("TPU7x",)
 
 _EMBEDDING = "token_embedder.embedding"
 _NORM, _HEAD, _OUTPUT_RES = "decoder.decoder_norm", "decoder.logits_dense", "decoder.output_res"
@@ -87,6 +89,7 @@ class SpmdModel:
   def __post_init__(self) -> None:
     check_supported(self.config)
     check_platform(self.compute, self.mesh.devices.flat[0].platform)
+    check_latents(self.compute, self.mesh.devices.flat[0].device_kind)
     check_experts(self.config, self.compute)
     self.cuts.check_fits(self.config)
     if "experts" in self.config.packed_modules:
@@ -200,7 +203,8 @@ class SpmdModel:
         found[f"{unit.name}.conv_state"] = leaf(shape, self.compute.dtype, (), row_axes, (), (), cuts.heads)
       else:
         shape = (n, rows, length, c.kv_lora_rank + c.qk_rope_head_dim)
-        found[f"{unit.name}.latents"] = leaf(shape, self.compute.dtype, (), latent_rows, latent_length)
+        dtype = jnp.dtype(self.compute.mla_cache_dtype or self.compute.dtype)
+        found[f"{unit.name}.latents"] = leaf(shape, dtype, (), latent_rows, latent_length)
     return found
 
   # What a device computes. All arrays are its parts.
@@ -392,6 +396,15 @@ def check_platform(compute: ComputeConfig, platform: str) -> None:
     named.append("kda_implementation tokamax_mosaic")
   if named:
     raise InputError(f"{', '.join(named)}: a TPU is needed, the devices are of {platform}: use portable")
+
+
+def check_latents(compute: ComputeConfig, device_kind: str) -> None:
+  """Raises InputError if the latents' dtype is one that this kind of TPU does not have."""
+  if compute.mla_cache_dtype == "float8_e4m3fn" and device_kind.startswith("TPU") and device_kind not in _E4M3_TPUS:
+    raise InputError(
+      f"mla_cache_dtype float8_e4m3fn: {', '.join(_E4M3_TPUS)} needed, found {device_kind}, whose matrix unit takes "
+      "another FP8: use bfloat16"
+    )
 
 
 def check_experts(config: KimiK3Config, compute: ComputeConfig) -> None:

@@ -245,3 +245,24 @@ def test_every_stored_text_is_counted_without_an_error(hlo, compiled):
     given = loops if name == "nested" else {}
     found = hlo.hbm_bytes(compiled(name), kernels if name == "kernel" else {}, given)
     assert found.total > 0 and re.search(r"read .* MiB, written .* MiB$", found.table())
+
+
+BODY = "jit(step)/shard_map/while/body/eval_jaxpr"
+
+
+@pytest.mark.parametrize(
+  ("kinds", "expected"),
+  [
+    (["all-reduce"] * 8, 2.0),  # heads and experts cut: one after attention, one after the experts
+    (["all-reduce"] * 12 + ["all-gather"] * 4, 4.0),  # the experts' latent cut too: its parts are joined
+    (["all-reduce"] * 8 + ["all-gather"] * 4 + ["reduce-scatter"] * 4, 3.0),  # tokens gathered, their sums scattered
+    (["all-to-all"] * 2 + ["all-reduce"] * 8, 2.0),  # latents cut by rows
+  ],
+)
+def test_reductions_of_a_layer_are_those_below_the_scan_over_blocks_of_four(hlo, kinds, expected):
+  def row(kind: str, calls: int, op_name: str):
+    return hlo.Collective(kind, calls, 8, 8, "", op_name, "tensorcore", "")
+
+  outside = [row("all-reduce", 1, "jit(step)/shard_map/psum")] * 11 + [row("all-gather", 1, "")]
+  assert hlo.reductions_per_layer(outside + [row(kind, 22, f"{BODY}/{kind}") for kind in kinds]) == expected
+  assert hlo.reductions_per_layer(outside) is None

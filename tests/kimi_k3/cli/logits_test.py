@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -48,12 +49,14 @@ def test_logits_are_the_references(logits, tiny_checkpoint, reference):
 def forward(monkeypatch):
   """Another model behind the verb: ones, and NaN at a pad or after token 99."""
 
-  def make_forward(config):
+  def make_forward(config, placement):
+    del placement
+
     def run(tokens, true_length):
       found = np.ones((len(tokens), config.vocab_size), np.float32)
       found[true_length:] = np.nan
       found[tokens == 99] = np.nan
-      return found, None
+      return jnp.asarray(found), None
 
     return run
 

@@ -79,7 +79,7 @@ def test_fields_of_our_own_are_not_maxtexts_and_null_for_other_models():
   ours = set(KimiMaxTextConfig.model_fields) - set(types.MaxTextConfig.model_fields)
   partitioning = {"partitioning", "mla_cache_cut", "prefill_cut", "interpret_kernels"}
   implementation = {name for name in ours if name.endswith("_implementation")} | {"decode_sampling_seed", *partitioning}
-  unset = {"partition_mesh", "partition_rules", "prefill_chunk"}
+  unset = {"partition_mesh", "partition_rules", "prefill_chunk", "mla_cache_dtype"}
   assert ours <= set(NEW_NAMES) | implementation | unset
   assert all(KimiMaxTextConfig.model_fields[name].default is None for name in (ours - implementation) | unset)
 

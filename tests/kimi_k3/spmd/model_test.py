@@ -72,6 +72,8 @@ def test_one_pass_gives_the_logits_of_every_position(k3_tiny, convert, float32_c
   [
     (("partition_rules={heads: [tensor]}",), "partitioning 'auto' does not know: set partitioning=manual"),
     (("expert_implementation=decode_kernel",), "partitioning 'auto' does not know: set partitioning=manual"),
+    (("mla_cache_dtype=float8_e4m3fn",), "mla_cache_dtype is 'float8_e4m3fn', which partitioning 'auto' does not know"),
+    (("partitioning=manual", "mla_cache_dtype=float8_e5m2"), "mla_cache_dtype: Input should be 'bfloat16' or 'float8_"),
     (("partitioning=manual", "partition_mesh=tensor"), "expected sizes of 1 or more as in model=8,expert=4"),
     (("partitioning=manual", "partition_mesh=tensor=0"), "expected sizes of 1 or more"),
     (("partitioning=manual", "prefill_cut=heads"), "prefill_cut: Input should be 'sequence' or 'whole'"),
