@@ -1,4 +1,4 @@
-"""The commands of docs/convert.md, run one after the other as its reader would, and its cluster manifests."""
+"""The commands of docs/convert.md and docs/plan.md, run as their reader would; cluster manifests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 REPO = Path(__file__).resolve().parents[1]
-CONVERT = (REPO / "docs" / "convert.md").read_text()
 
 
-def blocks(kind: str) -> list[str]:
-  return re.findall(rf"^```{kind}\n(.*?)^```", CONVERT, flags=re.MULTILINE | re.DOTALL)
+def blocks(kind: str, document: str = "convert.md") -> list[str]:
+  text = (REPO / "docs" / document).read_text()
+  return re.findall(rf"^```{kind}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
@@ -47,6 +47,20 @@ def test_the_way_from_the_hub_to_a_decode_runs_as_written(shell):
   for command in commands:
     result = shell(command)
     assert result.returncode == 0, f"{command}\n{result.stderr}"
+
+
+def test_three_questions_of_a_newcomer_are_answered_by_one_command_each(shell):
+  commands = blocks("sh", "plan.md")
+  assert len(commands) == 3
+  fits, largest, other = (shell(command) for command in commands)
+  assert fits.returncode == largest.returncode == other.returncode == 0, fits.stderr + largest.stderr + other.stderr
+  assert "decode 8 x 1048576" in fits.stdout
+  assert "fits, " in fits.stdout
+  assert re.search(r"\d+ rows of 131072 tokens", largest.stdout)
+  assert "tokens of a prompt at a time, beside caches" in largest.stdout
+  assert "DOES NOT FIT" in other.stdout
+  assert "by arithmetic these fit: " in other.stderr
+  assert "--topology tpu7x:2x2x4" in other.stderr
 
 
 def test_the_jobs_of_the_manifests_convert_finish_and_verify(shell, tmp_path):

@@ -340,9 +340,6 @@ _SUMS_UNDER_WAY = 3.1
 # Bytes of a KDA layer for each token and channel of its heads: queries, keys, values and decays in bfloat16 and in
 # float32, and what the chunks of the kernel leave for one another.
 _KDA_BYTES = 83
-# On TPU7x a gather over two mesh axes of more than this many devices is compiled as a sum over the devices of arrays
-# that are 0 but for each device's own part: these, the sum and a copy of it.
-_LARGEST_GATHER, _SUMMED_COPIES = 32, 3
 # Copies of residual stream and snapshots beside the one that the program needs.
 _STREAM_COPIES = 1
 
@@ -367,8 +364,7 @@ def _prefill_temp(
   sums = gathered + _SUMS_UNDER_WAY * gathered / groups + 3 * own * D * _BF16
   channels = config.kda_num_heads // cuts.size(cuts.heads) * config.kda_head_dim
   axes = _token_axes(cuts, prefill_cut)
-  summed = device_kind == "TPU7x" and len(axes) > 1 and cuts.size(axes) > _LARGEST_GATHER
-  copies = _SUMMED_COPIES if summed else 1
+  copies = 1 + 1 / groups if len(axes) > 1 else 1  # gathered over one axis after the other: a group's tokens first
   attention = copies * gathered + _KDA_BYTES * tokens * channels
   if history:  # what attention to it has summed so far
     attention += tokens * config.num_heads // cuts.size(cuts.heads) * config.v_head_dim * _F32

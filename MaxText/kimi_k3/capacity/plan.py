@@ -6,11 +6,13 @@ are one device's. Keys that arithmetic cannot know are None there.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -239,12 +241,14 @@ class Compiler:
     mesh, function, arguments = self.setup.model.mesh, program.function, program.arguments
     start = time.perf_counter()
     try:
-      return topology.compile_for(mesh, function, arguments)
+      with _without_notes():
+        return topology.compile_for(mesh, function, arguments)
     except jax.errors.JaxRuntimeError as error:
       found = _out_of_memory(error)
     try:
       self._say("it does not fit: compiling on without the limit, to know by how much")
-      return topology.compile_for(mesh, function, arguments, options=_WITHOUT_LIMIT)
+      with _without_notes():
+        return topology.compile_for(mesh, function, arguments, options=_WITHOUT_LIMIT)
     except jax.errors.JaxRuntimeError as error:
       _out_of_memory(error)
     return {
@@ -255,6 +259,18 @@ class Compiler:
       "compile_s": time.perf_counter() - start,
       **dict.fromkeys(_OF_A_PROGRAM),
     }
+
+
+@contextlib.contextmanager
+def _without_notes() -> Iterator[None]:
+  """Silences a warning of tokamax for each kernel that nobody has tuned on the device, which is absent here anyway."""
+  logger = logging.getLogger("absl")
+  before = logger.level
+  logger.setLevel(logging.ERROR)
+  try:
+    yield
+  finally:
+    logger.setLevel(before)
 
 
 def _out_of_memory(error: Exception) -> OutOfMemory:
