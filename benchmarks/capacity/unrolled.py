@@ -394,6 +394,7 @@ def run_one(command: Sequence[str], timeout: float, ram_gib: float) -> dict[str,
             written.append(sum(file.stat().st_size for file in found))
             # They are written side by side: done when they grow no more.
             if ended or set(written[-SETTLED_POLLS:]) == {written[-1]}:
+              process.kill()
               figures = memory_of(found[0].read_text()) | {"alive": alive_at_once(found[1].read_text())}
               return figures | {"seconds": seconds, "peak_ram_bytes": peak}
           elif ended:
@@ -471,7 +472,7 @@ def parser() -> argparse.ArgumentParser:
   found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   listed = ",".join(map(str, DEPTHS))
   found.add_argument("--depths", default=listed, metavar="N,...", help=f"how many layers (default: {listed})")
-  cases = "; ".join(f"{name}: {case.change}" for name, case in CASES.items())
+  cases = "; ".join(f"{name}: {case.change}" for name, case in CASES.items()).replace("%", "%%")
   found.add_argument("--case", action="append", choices=CASES, help=f"repeatable (default: report). {cases}")
   found.add_argument("--topology", default="tpu7x:2x2x4", help="what to compile for (default: tpu7x:2x2x4)")
   found.add_argument("--out", metavar="FILE.json", help="keep the figures, and take those that are there already")

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kimi_k3.capacity.plan import Arithmetic, Facts, Planner, Setup
+from kimi_k3.capacity.plan import Arithmetic, Facts, Planner, Setup, engine_bytes
 from kimi_k3.capacity.topologies import default_mesh, larger_topologies
 from kimi_k3.errors import InputError
 from kimi_k3.spmd.cuts import Cuts
 
 RESERVE_BYTES = 4 * 2**30  # for what is beside a step: a prompt's caches, a chunk's temporaries, the runtime
-CONTEXT_STEP = 8192  # tokens: a context is found to this
+CONTEXT_STEP = 1024  # tokens: a context is found to this
 CHUNK_STEP = 2048
 MAX_COMPILES = 24  # of one search; two are usual
+_MOST_ROWS = 2**20
 _GUESSES = 5  # along a straight line, before the rest is halved
-_SHOWN = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +98,15 @@ def largest_batch(planner: Planner, setup: Setup, context: int, budget_bytes: in
   def total(batch: int) -> int:
     return Arithmetic(fixed).decode(batch, context)["total_bytes"]
 
-  slope = (total(2 * step) - total(step)) / step
-  start = step + int((budget_bytes - total(step)) / slope)
+  start, slope = _start(total, budget_bytes, step, _MOST_ROWS)
   asking = planner.changed(cache_cut=cut)
   return search(
-    lambda batch: asking.decode(batch, context), start, step=step, most=2**20, budget_bytes=budget_bytes, slope=slope
+    lambda batch: asking.decode(batch, context),
+    start,
+    step=step,
+    most=_MOST_ROWS,
+    budget_bytes=budget_bytes,
+    slope=slope,
   )
 
 
@@ -114,8 +118,7 @@ def largest_context(planner: Planner, setup: Setup, batch: int, budget_bytes: in
   def total(context: int) -> int:
     return Arithmetic(setup).decode(batch, context)["total_bytes"]
 
-  slope = max((total(2 * step) - total(step)) / step, 1e-9)
-  start = step + int((budget_bytes - total(step)) / slope)
+  start, slope = _start(total, budget_bytes, step, most)
   return search(
     lambda context: planner.decode(batch, context), start, step=step, most=most, budget_bytes=budget_bytes, slope=slope
   )
@@ -127,15 +130,11 @@ def largest_chunk(planner: Planner, setup: Setup, budget_bytes: int) -> Largest:
   most = setup.config.max_position_embeddings
   parts = setup.cuts.size(setup.cuts.rows + setup.cuts.heads) if setup.prefill_cut == "sequence" else 1
   step = math.lcm(parts, min(CHUNK_STEP, most))
-  arithmetic = Arithmetic(whole)
-  low, high = 0, most // step
-  while low < high:  # temporaries are no straight line
-    middle = (low + high + 1) // 2
-    low, high = (
-      (middle, high) if arithmetic.prefill(middle * step)["total_bytes"] <= budget_bytes else (low, middle - 1)
-    )
-  start = max(low, 1) * step
-  slope = (arithmetic.prefill(start + step)["total_bytes"] - arithmetic.prefill(start)["total_bytes"]) / step
+
+  def total(tokens: int) -> int:
+    return Arithmetic(whole).prefill(tokens)["total_bytes"]
+
+  start, slope = _start(total, budget_bytes, step, most)
   asking = planner.changed(prefill_chunk=None)
   return search(
     asking.prefill,
@@ -143,51 +142,71 @@ def largest_chunk(planner: Planner, setup: Setup, budget_bytes: int) -> Largest:
     step=step,
     most=most,
     budget_bytes=budget_bytes,
-    slope=max(slope, 1e-9),
+    slope=slope,
   )
 
 
-def remedies(setup: Setup, program: str, size: tuple[int, ...]) -> list[str]:
-  """Returns what would make a program fit that does not, by arithmetic: the first of each kind of change that does.
+def _start(total: Callable[[int], int], budget_bytes: int, step: int, most: int) -> tuple[int, float]:
+  """The largest size that fits by arithmetic, at least one step, and what one more costs from there on."""
+  start = max(step, largest_size(lambda size: total(size) <= budget_bytes, most, step))
+  far = min(most // step * step, start + 64 * step)
+  return start, max((total(far) - total(start)) / max(far - start, 1), 1e-3)
+
+
+def largest_size(fits: Callable[[int], bool], most: int, step: int) -> int:
+  """Returns the largest multiple of the step, at most `most`, that fits; 0 if none does. What is larger takes more."""
+  low, high = 0, most // step
+  while low < high:
+    middle = (low + high + 1) // 2
+    low, high = (middle, high) if fits(middle * step) else (low, middle - 1)
+  return low * step
+
+
+Asked = Mapping[str, tuple[int, ...]]  # "decode": (batch, context), "prefill": (tokens,): one of them or both
+
+
+def remedies(setup: Setup, asked: Asked) -> list[str]:
+  """Returns what would make programs fit that do not, each alone and both in one engine, by arithmetic.
+
+  Each is one change to what was asked for, the largest of its kind that fits, with nothing to spare.
 
   Args:
-    setup: In which it does not fit.
-    program: "decode" or "prefill".
-    size: (batch, context), or (tokens,).
+    setup: In which they do not fit.
+    asked: Their sizes.
   """
-  found = [*_smaller(setup, program, size), *_settings(setup, program, size), *_more_devices(setup, program, size)]
-  return found[: _SHOWN + 1]
+  return [*_smaller(setup, asked), *_settings(setup, asked), *_more_devices(setup, asked)]
 
 
-def _total(setup: Setup, program: str, size: tuple[int, ...]) -> int | None:
-  """Bytes of a program by arithmetic; None where it cannot be made."""
+def fit_together(setup: Setup, asked: Asked) -> bool:
+  """Whether the programs fit by arithmetic, each alone and both in one engine; not if one cannot be made."""
+  arithmetic, limit = Arithmetic(setup), setup.topology.limit_bytes
   try:
-    arithmetic = Arithmetic(setup)
-    facts = arithmetic.decode(*size) if program == "decode" else arithmetic.prefill(*size)
+    programs = {name: getattr(arithmetic, name)(*size) for name, size in asked.items()}
   except InputError:
-    return None
-  return facts["total_bytes"]
+    return False
+  both = engine_bytes(programs)
+  return all(facts["fits"] for facts in programs.values()) and (both is None or both <= limit)
 
 
-def _fits(setup: Setup, program: str, size: tuple[int, ...]) -> bool:
-  total = _total(setup, program, size)
-  return total is not None and total <= setup.topology.limit_bytes
-
-
-def _smaller(setup: Setup, program: str, size: tuple[int, ...]) -> Iterator[str]:
-  if program == "prefill":
+def _smaller(setup: Setup, asked: Asked) -> Iterator[str]:
+  if "decode" in asked:
+    batch, context = asked["decode"]
+    rows = largest_size(
+      lambda n: fit_together(setup, {**asked, "decode": (n, context)}), batch - 1, _row_step(setup, batch)
+    )
+    if rows:
+      yield f"{rows} rows of {context} tokens"
+    tokens = largest_size(lambda n: fit_together(setup, {**asked, "decode": (batch, n)}), context - 1, 1024)
+    if tokens:
+      yield f"{batch} rows of {tokens} tokens"
+  if "prefill" in asked:
+    length = asked["prefill"][0]
 
     def in_chunks(tokens: int) -> bool:
-      return _fits(dataclasses.replace(setup, prefill_chunk=tokens), program, size)
+      return fit_together(dataclasses.replace(setup, prefill_chunk=tokens), asked)
 
-    if tokens := _largest(in_chunks, min(size[0], setup.prefill_chunk or size[0]), CHUNK_STEP):
-      yield f"prefill_chunk={tokens}, so many tokens at a time"
-    return
-  batch, context = size
-  if rows := _largest(lambda n: _fits(setup, program, (n, context)), batch, _row_step(setup, batch)):
-    yield f"{rows} rows of {context} tokens"
-  if tokens := _largest(lambda n: _fits(setup, program, (batch, n)), context, min(1024, context)):
-    yield f"{batch} rows of {tokens} tokens"
+    if tokens := largest_size(in_chunks, min(length, setup.prefill_chunk or length) - 1, CHUNK_STEP):
+      yield f"prefill_chunk={tokens}, so many tokens of a prompt at a time"
 
 
 def _row_step(setup: Setup, batch: int) -> int:
@@ -196,44 +215,39 @@ def _row_step(setup: Setup, batch: int) -> int:
   return setup.cuts.size(setup.cuts.rows + (setup.cuts.heads if by_batch else ()))
 
 
-def _largest(fits: Callable[[int], bool], below: int, step: int) -> int:
-  """The largest multiple of the step, less than `below`, that fits; 0 if none does."""
-  low, high = 0, (below - 1) // step
-  while low < high:
-    middle = (low + high + 1) // 2
-    low, high = (middle, high) if fits(middle * step) else (low, middle - 1)
-  return low * step
-
-
-def _settings(setup: Setup, program: str, size: tuple[int, ...]) -> Iterator[str]:
+def _settings(setup: Setup, asked: Asked) -> Iterator[str]:
   cuts = setup.cuts
   changes: list[tuple[str, Setup]] = []
   narrow = dataclasses.replace(cuts, latent=cuts.width)
-  if not cuts.latent and cuts.width and setup.config.expert_latent_dim is not None:
+  if not cuts.latent and cuts.width and setup.config.expert_latent_dim is not None and not has_rules(setup):
     rule = f"partition_rules='{{latent: [{', '.join(cuts.width)}]}}'"
     changes.append((rule, setup.at(cuts=narrow)))
-  if setup.latent_bytes > 1:
+  if setup.latent_bytes > 1 and "decode" in asked and setup.topology.kind == "tpu7x":
     changes.append(("mla_cache_dtype=float8_e4m3fn", setup.at(latent_dtype="float8_e4m3fn")))
   if len(changes) == 2:
     both = f"{changes[0][0]} with {changes[1][0]}"
     changes.append((both, setup.at(cuts=narrow, latent_dtype="float8_e4m3fn")))
   for name, changed in changes:
-    if _fits(changed, program, size):
+    if fit_together(changed, asked):
       yield name
       return
 
 
-def _more_devices(setup: Setup, program: str, size: tuple[int, ...]) -> Iterator[str]:
+def has_rules(setup: Setup) -> bool:
+  """Whether the config changes what the mesh axes cut."""
+  return setup.cuts != Cuts.of(setup.sizes)
+
+
+def _more_devices(setup: Setup, asked: Asked) -> Iterator[str]:
   for topology in larger_topologies(setup.topology):
-    try:
-      sizes = default_mesh(setup.config, topology)
-      cuts = Cuts.of(sizes)
-      cuts.check_fits(setup.config)
-    except InputError:
-      continue
-    larger = dataclasses.replace(setup.at(cuts=cuts), topology=topology, sizes=sizes, cache_cut=None)
-    if _fits(larger, program, size):
-      yield f"--topology {topology.name} ({topology.chips} chips)"
+    sizes = default_mesh(setup.config, topology)
+    cuts = Cuts.of(sizes)
+    larger = dataclasses.replace(setup.at(cuts=cuts), topology=topology, sizes=sizes)
+    if fit_together(larger, asked):
+      mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+      slices = f" --slices {topology.slices}" if topology.slices > 1 else ""
+      without = " without partition_rules" if has_rules(setup) else ""
+      yield f"--topology {topology.name}{slices} --mesh {mesh}{without} ({topology.chips} chips)"
       return
 
 

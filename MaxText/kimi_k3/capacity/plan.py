@@ -295,6 +295,24 @@ def _counted(read: Callable[[], Facts]) -> Facts:
     return dict.fromkeys(_OF_THE_TEXT) | {"warnings": [{"trap": NOT_COUNTED, "detail": str(error)}]}
 
 
+def engine_bytes(programs: Mapping[str, Facts]) -> int | None:
+  """Returns what a device holds that decodes and takes prompts; None without the facts of both programs.
+
+  Weights once, the caches of both, the larger temporaries, both codes.
+  """
+  if set(programs) != {"decode", "prefill"} or any(facts["argument_bytes"] is None for facts in programs.values()):
+    return None
+  decode, prefill = programs["decode"], programs["prefill"]
+  return (
+    decode["argument_bytes"]
+    + prefill["latent_cache_bytes"]
+    + prefill["kda_state_bytes"]
+    + max(facts["temp_bytes"] + facts["output_bytes"] for facts in (decode, prefill))
+    + decode["code_bytes"]
+    + prefill["code_bytes"]
+  )
+
+
 def chunk_of(setup: Setup, tokens: int) -> tuple[int, bool]:
   """Returns how many tokens of a prompt are run at a time, and whether any chunk has others before it."""
   parts = setup.cuts.size(setup.cuts.rows + setup.cuts.heads) if setup.prefill_cut == "sequence" else 1

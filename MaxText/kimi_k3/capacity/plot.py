@@ -81,12 +81,14 @@ def draw(file: BinaryIO, setup: Setup, programs: Mapping[str, Facts], *, reserve
   axes.set_xscale("log", base=2)
   ticks = list(_contexts(setup))
   axes.set_xticks(ticks, [_short(tick) for tick in ticks])
-  axes.set_ylim(0, limit * 1.4)
+  points = [facts["total_bytes"] / _GIB for facts in programs.values()]
+  axes.set_ylim(0, max(limit * 1.4, *(1.1 * point for point in points), 0.0))
   axes.set_xlabel("tokens of context in each row")
   axes.set_ylabel("GiB on one device")
   mesh = ", ".join(f"{axis} {size}" for axis, size in setup.sizes.items())
+  slices = f"{setup.topology.slices} x " if setup.topology.slices > 1 else ""
   axes.set_title(
-    f"{setup.config.num_layers} layers, decoding on {setup.topology.name}, mesh {mesh}; lines by arithmetic"
+    f"{setup.config.num_layers} layers, decoding on {slices}{setup.topology.name}, mesh {mesh}; lines by arithmetic"
   )
   axes.legend(loc="lower left")
   axes.grid(alpha=0.3)

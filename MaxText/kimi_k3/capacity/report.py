@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kimi_k3.capacity.plan import Facts, Setup
+from kimi_k3.capacity.plan import Facts, Setup, engine_bytes
 
 SCHEMA = 1
+_K3_EXPERTS = 896  # what the others measured is this model
 _GIB = 2**30
 # Measured by others on real machines; docs/plan.md has the sources.
 PEERS = (
@@ -17,7 +18,12 @@ PEERS = (
 
 
 def as_object(
-  setup: Setup, programs: Mapping[str, Facts], fit: Mapping[str, Any] | None, *, quick_error: float | None
+  setup: Setup,
+  programs: Mapping[str, Facts],
+  fit: Mapping[str, Any] | None,
+  *,
+  one_engine: bool,
+  quick_error: float | None,
 ) -> dict[str, Any]:
   """Returns the plan as plain values, sizes in bytes on one device.
 
@@ -25,6 +31,7 @@ def as_object(
     setup: What was planned.
     programs: Facts by "decode" and "prefill".
     fit: What the search found.
+    one_engine: Whether both programs were asked for, to run in one engine; not where a search found each for itself.
     quick_error: Largest relative error of the arithmetic against compiled programs; None where all is compiled.
   """
   t = setup.topology
@@ -38,7 +45,7 @@ def as_object(
     "chosen": dict(setup.chosen),
     "limit_bytes": t.limit_bytes,
     "programs": {name: {k: v for k, v in facts.items() if k != "warnings"} for name, facts in programs.items()},
-    "together": None if fit else together(setup, programs),
+    "together": together(setup, programs) if one_engine else None,
     "fit": fit,
     "estimated": quick_error is not None,
     "quick_error": quick_error,
@@ -55,35 +62,30 @@ def warnings(programs: Mapping[str, Facts]) -> list[dict[str, str]]:
   ]
 
 
-def together(setup: Setup, programs: Mapping[str, Facts]) -> dict[str, Any] | None:
-  """Returns what a device holds that decodes and takes prompts: weights once, both caches, the larger temporaries."""
-  if set(programs) != {"decode", "prefill"} or any(facts["argument_bytes"] is None for facts in programs.values()):
-    return None
-  decode, prefill = programs["decode"], programs["prefill"]
-  total = (
-    decode["argument_bytes"]
-    + prefill["latent_cache_bytes"]
-    + prefill["kda_state_bytes"]
-    + max(facts["temp_bytes"] + facts["output_bytes"] for facts in (decode, prefill))
-    + decode["code_bytes"]
-    + prefill["code_bytes"]
-  )
-  return {"total_bytes": total, "left_bytes": setup.topology.limit_bytes - total}
+def together(setup: Setup, programs: Mapping[str, Facts]) -> dict[str, int] | None:
+  """Returns what an engine of both programs holds on a device, and what is left of it; None without both."""
+  total = engine_bytes(programs)
+  return None if total is None else {"total_bytes": total, "left_bytes": setup.topology.limit_bytes - total}
 
 
 def table(
-  setup: Setup, programs: Mapping[str, Facts], fit: Mapping[str, Any] | None, *, quick_error: float | None
+  setup: Setup,
+  programs: Mapping[str, Facts],
+  fit: Mapping[str, Any] | None,
+  *,
+  one_engine: bool,
+  quick_error: float | None,
 ) -> str:
   """Returns the plan as text; arguments as in as_object."""
-  parts = [_head(setup), _memory(setup, programs)]
-  if fit is None and (both := together(setup, programs)) is not None:
+  parts = [_head(setup), _memory(setup, programs) if programs else ""]
+  if one_engine and (both := together(setup, programs)) is not None:
     left = both["left_bytes"]
     how = f"{_gib(left)} GiB left" if left >= 0 else f"DOES NOT FIT by {_gib(-left)}"
     parts.append(f"decode and prefill in one engine: {_gib(both['total_bytes'])} GiB, {how}")
   for name, facts in programs.items():
     if lines := _running(name, facts):
       parts.append("\n".join(lines))
-  if "decode" in programs and programs["decode"]["bound_ms"] is not None:
+  if setup.config.num_experts == _K3_EXPERTS and "decode" in programs and programs["decode"]["bound_ms"] is not None:
     parts.append("\n".join(f"  {line}" for line in PEERS))
   if fit is not None:
     parts.append("\n".join(_fit(fit)))
@@ -105,13 +107,16 @@ def _head(setup: Setup) -> str:
   t = setup.topology
   mesh = ",".join(f"{axis}={size}" for axis, size in setup.sizes.items())
   slices = f"{t.slices} slices of {t.name}" if t.slices > 1 else t.name
-  lines = [
-    f"{setup.config.num_layers} layers on {slices}: {t.chips} chips, {t.devices} devices, {t.hosts} hosts, mesh {mesh}"
-  ]
+  size = f"{_count(t.chips, 'chip')}, {_count(t.devices, 'device')}, {_count(t.hosts, 'host')}"
+  lines = [f"{setup.config.num_layers} layers on {slices}: {size}, mesh {mesh}"]
   if setup.chosen:
     named = " ".join(f"{key}={value}" for key, value in setup.chosen.items())
     lines.append(f"not in the config, chosen here (decode takes them too): {named}")
   return "\n".join(lines)
+
+
+def _count(number: int, what: str) -> str:
+  return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def title(name: str, facts: Facts) -> str:
@@ -199,15 +204,19 @@ def _bounds(name: str, facts: Facts) -> list[str]:
 
   def line(what: str, ms: float) -> str:
     tokens = facts["batch"] if name == "decode" else facts["tokens"]
-    return f"  bound by {what}: {ms:.2f} ms, {tokens / ms * 1e3:,.0f} tok/s"
+    return f"  bound by {what}: {_digits(ms)} ms, {tokens / ms * 1e3:,.0f} tok/s"
 
   if name != "decode":
     return [line(facts["bound_by"], facts["bound_ms"])]
   part = facts["expected_hit"]
   return [
-    line("HBM, every expert hit", facts["bound_ms"]),
+    line("HBM, every expert hit that can be", facts["bound_ms"]),
     line(f"HBM, {part:.0%} of the experts hit, as uniform choices do", facts["expected_bound_ms"]),
   ]
+
+
+def _digits(value: float) -> str:
+  return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
 
 
 def _fit(fit: Mapping[str, Any]) -> list[str]:

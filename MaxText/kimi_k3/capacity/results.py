@@ -21,6 +21,7 @@ VARIABLE = "KIMI_K3_PLAN_CACHE"
 _SOURCE = Path(__file__).resolve().parents[1]
 # What no compiled program depends on: other verbs, and how results are searched and shown.
 _APART = ("cli/", "convert/", "generate/", "capacity/fit.py", "capacity/plot.py", "capacity/report.py")
+_NEEDED = {"fits", "total_bytes", "compile_s", "warnings"}  # a file without them is none of ours
 _RELEASES = ("jax", "jaxlib", "flax", "tokamax", "qwix")
 
 
@@ -64,7 +65,7 @@ class Results:
       found = json.loads((self.directory / f"{name}.json").read_text())
     except (OSError, ValueError):
       return None
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, dict) and found.keys() >= _NEEDED else None
 
   def _keep(self, name: str, found: dict[str, Any]) -> None:
     assert self.directory is not None

@@ -6,10 +6,12 @@ Exit codes: 0 done; 1 done, but a row, leaf or check failed; 2 bad input or refu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kimi_k3.errors import InputError
 
@@ -72,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] in _REFUSED_VERBS:
       raise InputError(f"{argv[0]}: {_REFUSED_VERBS[argv[0]]}")
     args = _parse(build_parser(), argv)
-    code = args.run(args)
+    with _ended_by_interrupt(args.verb):
+      code = args.run(args)
     sys.stdout.flush()  # here, where a full disk behind it is still told
     return code
   except InputError as error:
@@ -87,6 +90,32 @@ def main(argv: Sequence[str] | None = None) -> int:
   except OSError as error:  # a full disk behind stdout, a file gone while it was read
     print(f"kimi-k3: error: {' '.join(str(error).split())}", file=sys.stderr)
     return 1
+
+
+# Those that run JAX for long and leave nothing half-written.
+_ENDED_AT_ONCE = ("decode", "logits", "plan")
+
+
+@contextlib.contextmanager
+def _ended_by_interrupt(verb: str) -> Iterator[None]:
+  """Ends a verb of _ENDED_AT_ONCE on Ctrl-C: an exception can be raised in a callback of JAX's, which drops it."""
+  if verb not in _ENDED_AT_ONCE or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    yield
+    return
+
+  def end(*_: object) -> None:
+    os.write(2, b"kimi-k3: interrupted\n")
+    os._exit(130)
+
+  try:
+    signal.signal(signal.SIGINT, end)
+  except ValueError:  # not the main thread, which gets no signals
+    yield
+    return
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _make_streams_safe() -> None:

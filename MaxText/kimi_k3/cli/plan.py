@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
   decode, prefill = _pair(args.decode), _number("--prefill", args.prefill)
   reserve = 0 if args.reserve.strip() == "0" else parse_size("--reserve", args.reserve)
   if args.plot:
+    if not args.plot.endswith(".png"):
+      raise InputError(f"--plot is {args.plot!r}, expected a name that ends in .png")
     from kimi_k3.capacity.plot import check_matplotlib
 
     check_writable(args.plot)
@@ -80,6 +82,10 @@ def run(args: argparse.Namespace) -> int:
 
   setup = read_setup(args.config, args.settings, parse_topology(args.topology, args.slices), args.mesh)
   planner = _planner(args, setup)
+  if reserve >= (limit := setup.topology.limit_bytes):
+    raise InputError(
+      f"--reserve is {args.reserve}, a device of {setup.topology.name} has {limit / 2**30:.2f} GiB: leave some of it"
+    )
   programs: dict[str, Facts] = {}
   if decode is None and prefill is None and not args.fit:
     decode = (setup.rows or _default_rows(setup), setup.context or min(_DEFAULT_CONTEXT, _longest(setup)))
@@ -89,9 +95,14 @@ def run(args: argparse.Namespace) -> int:
     programs["decode"] = planner.decode(*decode)
   if prefill is not None:
     programs["prefill"] = planner.prefill(prefill)
+  one_engine = decode is not None and prefill is not None
   fit = _fit(args, setup, planner, reserve, programs) if args.fit else None
-  _deliver(args, setup, programs, fit, reserve)
-  _refuse_what_does_not_fit(setup, programs, searched=fit is not None)
+  _deliver(args, setup, programs, fit, reserve, one_engine=one_engine)
+  _refuse_what_does_not_fit(setup, programs, {"decode": decode, "prefill": None if prefill is None else (prefill,)})
+  if fit is not None and not any(fit[name]["largest"] for name in ("batch", "context", "prefill") if name in fit):
+    raise InputError(
+      f"nothing fits on {setup.topology.name} with {reserve / 2**30:.2f} GiB in reserve: take a larger topology"
+    )
   return 0
 
 
@@ -179,42 +190,48 @@ def _deliver(
   programs: dict[str, Facts],
   fit: dict[str, Any] | None,
   reserve: int,
+  *,
+  one_engine: bool,
 ) -> None:
   from kimi_k3.capacity import memory, report
 
   error = memory.WORST_ERROR if args.quick else None
   if args.plot:
+    if not args.plot.endswith(".png"):
+      raise InputError(f"--plot is {args.plot!r}, expected a name that ends in .png")
     from kimi_k3.capacity.plot import draw
 
     write_whole(args.plot, lambda file: draw(file, setup, programs, reserve_bytes=reserve))
   if args.json:
-    print(json.dumps(report.as_object(setup, programs, fit, quick_error=error)))
+    print(json.dumps(report.as_object(setup, programs, fit, one_engine=one_engine, quick_error=error)))
   else:
-    print(report.table(setup, programs, fit, quick_error=error))
+    print(report.table(setup, programs, fit, one_engine=one_engine, quick_error=error))
   sys.stdout.flush()
 
 
-def _refuse_what_does_not_fit(setup: Setup, programs: dict[str, Facts], *, searched: bool) -> None:
+def _refuse_what_does_not_fit(
+  setup: Setup, programs: dict[str, Facts], sizes: dict[str, tuple[int, ...] | None]
+) -> None:
+  """Raises InputError if what was asked for does not fit, alone or in one engine: by how much, and what would."""
   from kimi_k3.capacity.fit import remedies
   from kimi_k3.capacity.report import title, together
 
-  faults = []
-  for name, facts in programs.items():
-    if facts["fits"]:
-      continue
-    size = (facts["batch"], facts["context"]) if name == "decode" else (facts["length"],)
-    would = remedies(setup, name, size)
-    advice = f"by arithmetic these fit: {'; '.join(would)}" if would else "nothing that --quick knows of makes it fit"
-    faults.append(
-      f"{title(name, facts)} takes {facts['total_bytes'] / 2**30:.2f} GiB on a device, {setup.topology.name} has "
-      f"{setup.topology.limit_bytes / 2**30:.2f}, {facts['exceeds_bytes'] / 2**30:.2f} less; {advice}"
-    )
-  both = None if faults or searched else together(setup, programs)
+  asked = {name: size for name, size in sizes.items() if size is not None}
+  limit = setup.topology.limit_bytes
+  faults = [
+    f"{title(name, facts)} takes {facts['total_bytes'] / 2**30:.2f} GiB on a device, {setup.topology.name} has "
+    f"{limit / 2**30:.2f}, {facts['exceeds_bytes'] / 2**30:.2f} less"
+    for name, facts in programs.items()
+    if name in asked and not facts["fits"]
+  ]
+  both = together(setup, programs) if len(asked) == 2 and not faults else None
   if both is not None and both["left_bytes"] < 0:
     faults.append(
       f"{title('decode', programs['decode'])} and {title('prefill', programs['prefill'])} in one engine take "
-      f"{both['total_bytes'] / 2**30:.2f} GiB on a device, {-both['left_bytes'] / 2**30:.2f} more than "
-      f"{setup.topology.name} has, though each alone fits: set a smaller prefill_chunk, or fewer rows"
+      f"{both['total_bytes'] / 2**30:.2f} GiB on a device, {setup.topology.name} has {limit / 2**30:.2f}, "
+      f"{-both['left_bytes'] / 2**30:.2f} less, though each alone fits"
     )
   if faults:
-    raise InputError(". ".join(faults))
+    would = remedies(setup, asked)
+    advice = f"by arithmetic these fit: {'; '.join(would)}" if would else "nothing that --quick knows of makes it fit"
+    raise InputError(f"{'. '.join(faults)}; {advice}")

@@ -81,6 +81,8 @@ def parse_address(text: str) -> Address | None:
   count, number = int(parts[1]), int(parts[2])
   if not 0 < int(port) < 2**16:
     raise InputError(f"--multihost is {text!r}: port {port}, expected 1 to {2**16 - 1}")
+  if not count:
+    raise InputError(f"--multihost is {text!r}: 0 processes, expected 1 or more")
   if number >= count:
     raise InputError(f"--multihost is {text!r}: process {number} of {count}, expected 0 to {count - 1}")
   return Address(parts[0], count, number)

@@ -55,6 +55,10 @@ def read_setup(path: str, settings: Sequence[str], topology: Topology, mesh: str
       "leave it out, or set partitioning=manual"
     )
   found = _read(path, explicit, settings, {"partitioning": "manual"})
+  if str(found.dtype) != "bfloat16":
+    raise InputError(
+      f"{path}: dtype is {found.dtype}: programs are planned in bfloat16, as TPUs run them: leave dtype out"
+    )
   config = architecture(found)
   chosen = {"partitioning": "manual", **kernels(config, topology)}
   sizes = _named_mesh(mesh, explicit, settings)

@@ -77,7 +77,7 @@ class SpmdModel:
     compute: How to compute.
     mesh: The devices.
     cuts: Which of its axes cut what.
-    scan: Whether the checkpoint has its blocks of four layers stacked. Unrolled, compiling a deep model takes hours.
+    scan: Whether the checkpoint has its blocks of four layers stacked. Unrolled, temporaries may grow with the depth: decision 0016.
   """
 
   config: KimiK3Config

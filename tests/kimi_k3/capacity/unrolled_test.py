@@ -213,6 +213,15 @@ def test_bad_input_is_one_line_and_exit_code_2(unrolled, arguments, message, tmp
   assert message in line
 
 
+def test_help_names_every_case_with_what_it_changes(unrolled, capsys, monkeypatch):
+  monkeypatch.setenv("COLUMNS", "2000")  # argparse breaks lines at hyphens too
+  with pytest.raises(SystemExit) as ended:
+    unrolled.main(["--help"])
+  assert ended.value.code == 0
+  text = " ".join(capsys.readouterr().out.split())
+  assert not [name for name, case in unrolled.CASES.items() if f"{name}: {case.change}" not in text]
+
+
 def test_a_process_that_fails_gives_its_last_line(unrolled):
   with pytest.raises(unrolled.InputError, match="no such topology"):
     unrolled.run_one([sys.executable, "-c", "raise SystemExit('trace\\nno such topology')"], 60, 1)
@@ -225,7 +234,7 @@ def test_memory_before_code_is_made_is_that_of_the_finished_program(unrolled):
   assert found["alive"]["made"] == 3
   assert found["alive"]["most_bytes"] == found["alive"]["most"] * 28 * 3584 * 3072 * 4
   memory = unrolled.compile_point("report", 2, "tpu7x:2x2x4").memory
-  # Seen: TEMPS.
+  # Making code adds to the temporaries: 1.31 GiB where 1.27 were assigned, seen with the collectives by hand.
   assert found["temp_bytes"] == pytest.approx(memory.temp_bytes, rel=0.05)
   assert found["argument_bytes"] == pytest.approx(memory.argument_bytes, rel=0.01)
 

@@ -111,7 +111,7 @@ def test_a_mesh_that_the_config_names_is_not_replaced(capsys):
 @pytest.mark.parametrize(
   ("arguments", "advice"),
   [
-    (("--topology", "tpu7x:2x2x2", "--decode", "64,8192"), ["--topology tpu7x:2x2x4 (16 chips)"]),
+    (("--topology", "tpu7x:2x2x2", "--decode", "64,8192"), ["--topology tpu7x:2x2x4 --mesh tensor=32 (16 chips)"]),
     (
       ("--topology", "tpu7x:2x2x4", "--decode", "128,1048576"),
       ["rows of 1048576 tokens", "128 rows of", "--topology tpu7x:2x4x4"],
@@ -147,6 +147,35 @@ def test_two_programs_that_fit_alone_and_not_together_are_refused(capsys):
   assert "in one engine: " in out
   assert "DOES NOT FIT by" in out
   assert "in one engine take" in err
+
+
+def test_advice_for_two_programs_looks_at_both_and_is_there_with_a_search_too(capsys):
+  asked = ("--topology", "tpu7x:2x2x4", "--prefill", "32768", "--quick")
+  for more in ((), ("--fit",)):
+    code, _, err = plan_k3(capsys, *asked, "--decode", "2000,8192", *more)
+    assert code == 2
+    rows = int(err.split("these fit: ")[1].split(" rows")[0])
+    assert plan_k3(capsys, *asked, "--decode", f"{rows},8192")[0] == 0
+    assert plan_k3(capsys, *asked, "--decode", f"{rows + 32},8192")[0] == 2
+
+
+def test_a_larger_topology_is_named_with_a_mesh_that_works_there(capsys):
+  preset = str(configs_dir() / "tpu7x-32.yml")
+  asked = ("model_name=kimi-k3", "--decode", "64,1048576", "--quick")
+  code, _, err = plan_k3(capsys, *asked, "--topology", "tpu7x:2x2x4", config=preset)
+  assert code == 2
+  advice = err.split("; ")[-1].split(" (")[0].split()
+  assert advice[0] == "--topology"
+  assert plan_k3(capsys, *asked, *advice, config=preset)[0] == 0
+
+
+@pytest.mark.parametrize(
+  "arguments", [("--topology", "tpu7x:2x2x1"), ("--topology", "tpu7x:2x2x4", "--reserve", "95GiB")]
+)
+def test_a_search_that_finds_nothing_is_an_error(capsys, arguments):
+  code, _, err = plan_k3(capsys, *arguments, "--fit", "--quick")
+  assert code == 2
+  assert "nothing fits on tpu7x:2x2x1" in err or "leave some of it" in err
 
 
 def test_a_million_tokens_forty_times_by_arithmetic(capsys):
@@ -223,7 +252,8 @@ def test_a_result_is_compiled_once(capsys, monkeypatch, tmp_path):
   assert len(compiled) == 2
   plan_k3(capsys, *asked, "--no-cache")
   assert len(compiled) == 3
-  for file in (tmp_path / "results").glob("*.json"):
-    file.write_text("{")  # damaged: made again, not believed
-  plan_k3(capsys, *asked)
-  assert len(compiled) == 4
+  for number, damaged in enumerate(("{", "{}", "[]"), 4):  # made again, not believed
+    for file in (tmp_path / "results").glob("*.json"):
+      file.write_text(damaged)
+    plan_k3(capsys, *asked)
+    assert len(compiled) == number
