@@ -77,7 +77,8 @@ class SpmdModel:
     compute: How to compute.
     mesh: The devices.
     cuts: Which of its axes cut what.
-    scan: Whether the checkpoint has its blocks of four layers stacked. Unrolled, temporaries may grow with the depth: decision 0016.
+    scan: Whether the checkpoint has its blocks of four layers stacked. Unrolled, temporaries may grow with the depth:
+      docs/decisions/0016-the-unrolled-cliff.md.
   """
 
   config: KimiK3Config

@@ -10,6 +10,8 @@ import pytest
 
 from kimi_k3.capacity import plan, topology
 from kimi_k3.cli.main import main
+from kimi_k3.maxtext_adapter import planning
+from kimi_k3.maxtext_adapter.settings import read_config
 from kimi_k3.resources import configs_dir
 
 K3 = str(configs_dir() / "models" / "kimi-k3.yml")
@@ -19,6 +21,22 @@ GIB = 2**30
 @pytest.fixture(autouse=True)
 def own_results(tmp_path, monkeypatch):
   monkeypatch.setenv("KIMI_K3_PLAN_CACHE", str(tmp_path / "results"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def configs_read_once():
+  """MaxText takes half a second for a config, and the same few are read again and again."""
+  kept = {}
+
+  def read(path, settings, **derived):
+    key = (path, tuple(settings), tuple(derived.items()))
+    if key not in kept:
+      kept[key] = read_config(path, settings, **derived)
+    return kept[key]
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(planning, "read_config", read)
+    yield
 
 
 def plan_k3(capsys, *arguments: str, config: str = K3) -> tuple[int, str, str]:
