@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kimi_k3.cli.main import main
+
 REPO = Path(__file__).resolve().parents[1]
 
 
@@ -49,18 +51,23 @@ def test_the_way_from_the_hub_to_a_decode_runs_as_written(shell):
     assert result.returncode == 0, f"{command}\n{result.stderr}"
 
 
-def test_three_questions_of_a_newcomer_are_answered_by_one_command_each(shell):
-  commands = blocks("sh", "plan.md")
-  assert len(commands) == 3
-  fits, largest, other = (shell(command) for command in commands)
-  assert fits.returncode == largest.returncode == other.returncode == 0, fits.stderr + largest.stderr + other.stderr
-  assert "decode 8 x 1048576" in fits.stdout
-  assert "fits, " in fits.stdout
-  assert re.search(r"\d+ rows of 131072 tokens", largest.stdout)
-  assert "tokens of a prompt at a time, beside caches" in largest.stdout
-  assert "DOES NOT FIT" in other.stdout
-  assert "by arithmetic these fit: " in other.stderr
-  assert "--topology tpu7x:2x2x4" in other.stderr
+def test_three_questions_of_a_newcomer_are_answered_by_one_command_each(capsys, monkeypatch):
+  monkeypatch.chdir(REPO)
+  answers = []
+  for command in blocks("sh", "plan.md"):
+    words, _, ending = command.strip().partition(" || ")
+    program, *arguments = shlex.split(words)
+    assert program == "kimi-k3"
+    code = main(arguments)
+    assert code == (2 if ending == "test $? -eq 2" else 0)
+    answers.append(capsys.readouterr())
+  fits, largest, other = answers
+  assert "decode 8 x 1048576" in fits.out
+  assert "fits, " in fits.out
+  assert re.search(r"\d+ rows of 131072 tokens", largest.out)
+  assert "tokens of a prompt at a time, beside caches" in largest.out
+  assert "DOES NOT FIT" in other.out
+  assert "by arithmetic these fit: --topology tpu7x:2x2x4" in other.err
 
 
 def test_the_jobs_of_the_manifests_convert_finish_and_verify(shell, tmp_path):

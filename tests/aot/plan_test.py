@@ -70,7 +70,7 @@ def test_a_plan_agrees_with_another_reading_of_the_same_programs_and_with_what_w
   assert {"expert_decode", "latent_step"} < set(facts["kernels"])
   facts = found["programs"]["prefill"]
   assert facts["argument_bytes"] == pytest.approx(55.82 * GIB, rel=1e-3)
-  assert facts["temp_bytes"] == pytest.approx(1.35 * GIB, rel=0.1)
+  assert facts["temp_bytes"] == pytest.approx(1.84 * GIB, rel=0.1)  # 1.35 without collectives on SparseCores
   assert facts["collectives"]
   assert found["warnings"] == []
 

@@ -130,6 +130,7 @@ def test_dense_fp8_of_kimi_linear_is_the_reference_on_the_rounded_weights(source
   check_dense(logits(float32_config(out)), source, reference, experts_change=True)
 
 
+@pytest.mark.slow
 def test_a_prompt_and_steps_in_fp8_equal_one_pass(fp8_out, fp8_logits, float32_config):
   """Steps take the absorbed halves of wkv_b, one pass takes its product."""
   from kimi_k3.maxtext_adapter.engine import Engine

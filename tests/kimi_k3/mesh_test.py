@@ -23,7 +23,7 @@ CASES = [
   ("k3_tiny", {"tensor": 2, "expert": 2}),
   pytest.param("k3_tiny", {"tensor": 4}, marks=pytest.mark.slow),
   pytest.param("k3_tiny", {"data": 2, "tensor": 2}, marks=pytest.mark.slow),
-  ("kimi_linear_tiny", {"tensor": 2, "expert": 2}),
+  pytest.param("kimi_linear_tiny", {"tensor": 2, "expert": 2}, marks=pytest.mark.slow),
   pytest.param("k3_hd128", {"tensor": 4}, marks=pytest.mark.slow),
   pytest.param("k3_hd128", {"tensor": 2, "expert": 2}, marks=pytest.mark.slow),
   pytest.param("k3_hd128", {"data": 2, "tensor": 2}, marks=pytest.mark.slow),

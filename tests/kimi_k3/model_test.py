@@ -19,10 +19,14 @@ LOGITS_TOLERANCE = 1e-4  # of the largest logit
 STATE_TOLERANCE = 1e-4  # of the largest element
 NEW_TOKENS = 32
 
-# Places of the layers x storage of the experts. The first and the last differ in both, so the default run decodes with
-# these; `make test-slow` decodes with the other two.
+# Places of the layers x storage of the experts. The first and the last differ in both, so the default run has these;
+# `make test-slow` has the other two.
 SCAN_STORED, UNROLLED_BF16 = ("--scan", "as-stored"), ("--no-scan", "bf16")
 FORMS = (SCAN_STORED, ("--no-scan", "as-stored"), ("--scan", "bf16"), UNROLLED_BF16)
+
+GOLDEN_CASES = ("k3_tiny", "k3_hd128", "kimi_linear_tiny")
+# Prompts and steps by default: each case in one form, the tiny K3 in the last one too.
+DECODED = (*((case, SCAN_STORED) for case in GOLDEN_CASES), ("k3_tiny", UNROLLED_BF16))
 
 
 def form_id(form: tuple[str, str]) -> str:
@@ -136,7 +140,7 @@ def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float, what
   assert error <= tolerance, f"{what}: off by {error:.2e} of the largest, tolerance {tolerance}"
 
 
-@pytest.fixture(scope="session", params=["k3_tiny", "k3_hd128", "kimi_linear_tiny"])
+@pytest.fixture(scope="session", params=GOLDEN_CASES)
 def golden_case(request: pytest.FixtureRequest) -> Any:
   return request.getfixturevalue(request.param)
 
@@ -148,7 +152,12 @@ def golden_form(request: pytest.FixtureRequest, golden_case, convert) -> Path:
   return convert(golden_case.checkpoint, scan, "--experts", experts)
 
 
-@pytest.mark.parametrize("golden_form", FORMS, ids=form_id, indirect=True)
+@pytest.mark.parametrize(
+  "golden_form",
+  [pytest.param(form, marks=[] if form in (SCAN_STORED, UNROLLED_BF16) else pytest.mark.slow) for form in FORMS],
+  ids=form_id,
+  indirect=True,
+)
 def test_one_pass_equals_the_golden_case(golden_case, golden_form, float32_config):
   check_forward(float32_config(golden_form), Expected.of_golden(golden_case))
 
@@ -160,9 +169,12 @@ def test_one_pass_by_tokamax_equals_the_golden_case(k3_hd128, convert, float32_c
 
 
 @pytest.mark.parametrize(
-  "golden_form",
-  [pytest.param(form, marks=[] if form in (SCAN_STORED, UNROLLED_BF16) else pytest.mark.slow) for form in FORMS],
-  ids=form_id,
+  ("golden_case", "golden_form"),
+  [
+    pytest.param(case, form, id=f"{case}-{form_id(form)}", marks=[] if (case, form) in DECODED else pytest.mark.slow)
+    for case in GOLDEN_CASES
+    for form in FORMS
+  ],
   indirect=True,
 )
 def test_prefill_and_decode_equal_the_golden_case(golden_case, golden_form, float32_config):

@@ -148,6 +148,7 @@ def run(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
   return of_its_own([sys.executable, str(SCRIPT), "--root", str(root), *options])
 
 
+@pytest.mark.slow
 def test_each_verdict_is_told_from_the_others_and_only_what_is_caught_is_fine(stub, tmp_path):
   write_table(stub, *STUBS)
   out = tmp_path / "table.md"

@@ -96,7 +96,7 @@ def test_what_ends_a_verb_becomes_an_exit_code(monkeypatch, capsys, raised, code
 
   parser = cli.build_parser()
   monkeypatch.setattr(cli, "build_parser", lambda: parser)
-  monkeypatch.setattr(cli, "_parse", lambda *_: type("Args", (), {"run": staticmethod(fail)}))
+  monkeypatch.setattr(cli, "_parse", lambda *_: type("Args", (), {"verb": "verb", "run": staticmethod(fail)}))
   assert main(["decode"]) == code
   assert capsys.readouterr().err == said
 
@@ -105,6 +105,6 @@ def test_an_error_of_our_own_is_not_hidden(monkeypatch):
   def fail(_):
     raise ZeroDivisionError
 
-  monkeypatch.setattr(cli, "_parse", lambda *_: type("Args", (), {"run": staticmethod(fail)}))
+  monkeypatch.setattr(cli, "_parse", lambda *_: type("Args", (), {"verb": "verb", "run": staticmethod(fail)}))
   with pytest.raises(ZeroDivisionError):
     main(["decode"])

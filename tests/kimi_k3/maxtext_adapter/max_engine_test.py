@@ -54,6 +54,7 @@ def column(result: Any, name: str) -> list[int]:
   return np.asarray(result.data[:, start:end])[:, 0].tolist()
 
 
+@pytest.mark.slow
 def test_greedy_decoding_through_its_own_samples_equals_one_prompt_alone(engine, params, state):
   texts = {3: (5, 6, 7), 0: (9,), 4: (1, 2, 3, 4, 5)}
   for slot, text in texts.items():
