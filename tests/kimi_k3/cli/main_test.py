@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -108,3 +109,27 @@ def test_an_error_of_our_own_is_not_hidden(monkeypatch):
   monkeypatch.setattr(cli, "_parse", lambda *_: type("Args", (), {"verb": "verb", "run": staticmethod(fail)}))
   with pytest.raises(ZeroDivisionError):
     main(["decode"])
+
+
+@pytest.mark.parametrize(("verb", "swallowed"), [("plan", True), ("decode", True), ("convert", False)])
+def test_an_interrupt_ends_what_runs_jax_even_where_an_exception_would_be_dropped(verb, swallowed):
+  script = f"""
+import time
+from kimi_k3.cli.main import _ended_by_interrupt
+
+class Dropping:
+  def __del__(self):  # Python drops an exception that is raised in here
+    print("ready", flush=True)
+    time.sleep(30)
+
+with _ended_by_interrupt({verb!r}):
+  Dropping()
+print("went on", flush=True)
+"""
+  process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  assert process.stdout is not None
+  assert process.stdout.readline() == "ready\n"
+  process.send_signal(signal.SIGINT)
+  out, err = process.communicate(timeout=60)
+  assert (process.returncode, out) == ((130, "") if swallowed else (0, "went on\n"))
+  assert ("kimi-k3: interrupted\n" in err) == swallowed
