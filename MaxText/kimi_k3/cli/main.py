@@ -11,6 +11,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 
 from kimi_k3.errors import InputError
@@ -98,24 +99,39 @@ _ENDED_AT_ONCE = ("decode", "logits", "plan")
 
 @contextlib.contextmanager
 def _ended_by_interrupt(verb: str) -> Iterator[None]:
-  """Ends a verb of _ENDED_AT_ONCE on Ctrl-C: an exception can be raised in a callback of JAX's, which drops it."""
+  """Ends a verb of _ENDED_AT_ONCE on Ctrl-C, by a thread of its own.
+
+  Python runs a handler when the main thread is back from C++, and a compile takes minutes; the exception that it raises
+  there can fall into a callback of JAX's, which drops it.
+  """
   if verb not in _ENDED_AT_ONCE or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
     yield
     return
+  told, tell = os.pipe()
+  os.set_blocking(tell, False)
 
-  def end(*_: object) -> None:
-    os.write(2, b"kimi-k3: interrupted\n")
-    os._exit(130)
+  def wait() -> None:
+    with open(told, "rb", buffering=0) as numbers:
+      while number := numbers.read(1):
+        if number[0] == signal.SIGINT:
+          os.write(2, b"kimi-k3: interrupted\n")
+          os._exit(130)
 
   try:
-    signal.signal(signal.SIGINT, end)
+    before = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
   except ValueError:  # not the main thread, which gets no signals
+    os.close(told)
+    os.close(tell)
     yield
     return
+  signal.signal(signal.SIGINT, lambda *_: None)
+  threading.Thread(target=wait, daemon=True).start()
   try:
     yield
   finally:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.set_wakeup_fd(before)
+    os.close(tell)
 
 
 def _make_streams_safe() -> None:
