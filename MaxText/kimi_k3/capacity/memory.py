@@ -11,13 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from kimi_k3.capacity import shapes
-from kimi_k3.capacity.topology import DEVICE_KINDS
 from kimi_k3.capacity.traffic import DecodeTraffic, decode_traffic
 from kimi_k3.config import KimiK3Config, LayerKind
 from kimi_k3.errors import InputError
@@ -376,116 +375,6 @@ def _prefill_temp(
   return int(max(sums, stream + attention, stream + experts))
 
 
-# The largest that fits, by bisection on the estimates.
-
-
-def largest_batch(
-  config: KimiK3Config,
-  cuts: Cuts,
-  *,
-  context: int,
-  limit_bytes: int,
-  reserve_bytes: int = 0,
-  cache_cut: str = "batch",
-  latent_dtype_bytes: int = 2,
-  device_kind: str = "TPU7x",
-) -> int:
-  """Returns the largest batch of a decoding step that fits, a multiple of what the mesh cuts it into; 0 if none does.
-
-  Args:
-    config: The architecture.
-    cuts: What cuts it.
-    context: Tokens that a row's latents have room for.
-    limit_bytes: HBM of a device.
-    reserve_bytes: Of it, what is left free.
-    cache_cut: As for estimate_decode.
-    latent_dtype_bytes: As for estimate_decode.
-    device_kind: As for estimate_decode.
-  """
-
-  def total(batch: int) -> int:
-    settings = {"cache_cut": cache_cut, "latent_dtype_bytes": latent_dtype_bytes, "device_kind": device_kind}
-    return estimate_decode(config, cuts, batch=batch, context=context, **settings).total_bytes
-
-  _check_choice("mla_cache_cut", cache_cut, CACHE_CUTS)
-  return _largest(total, batch_unit(cuts, cache_cut), limit_bytes - reserve_bytes)
-
-
-def largest_context(
-  config: KimiK3Config,
-  cuts: Cuts,
-  *,
-  batch: int,
-  limit_bytes: int,
-  reserve_bytes: int = 0,
-  cache_cut: str = "batch",
-  latent_dtype_bytes: int = 2,
-  device_kind: str = "TPU7x",
-) -> int:
-  """Returns the longest context of a decoding step that fits, in whole tiles on a device; 0 if none does.
-
-  It is at most `max_position_embeddings`, in whole tiles. The arguments are those of largest_batch.
-  """
-
-  def total(context: int) -> int:
-    settings = {"cache_cut": cache_cut, "latent_dtype_bytes": latent_dtype_bytes, "device_kind": device_kind}
-    return estimate_decode(config, cuts, batch=batch, context=context, **settings).total_bytes
-
-  _check_choice("mla_cache_cut", cache_cut, CACHE_CUTS)
-  unit = LATENT_TILE * context_unit(cuts, cache_cut)
-  return _largest(total, unit, limit_bytes - reserve_bytes, most=-(-config.max_position_embeddings // unit))
-
-
-def largest_chunk(
-  config: KimiK3Config,
-  cuts: Cuts,
-  *,
-  limit_bytes: int,
-  reserve_bytes: int = 0,
-  prefill_cut: str = "sequence",
-  length: int | None = None,
-  latent_dtype_bytes: int = 2,
-  device_kind: str = "TPU7x",
-) -> int:
-  """Returns the longest chunk of prefill that fits, in whole tiles on a device; 0 if none does.
-
-  Args:
-    config: The architecture.
-    cuts: What cuts it.
-    limit_bytes: HBM of a device.
-    reserve_bytes: Of it, what is left free.
-    prefill_cut: As for estimate_prefill.
-    length: Tokens that the prompt's latents have room for, of which the chunk has a part and history the rest; None:
-      the chunk is the whole prompt.
-    latent_dtype_bytes: As for estimate_prefill.
-    device_kind: As for estimate_prefill.
-  """
-
-  def total(tokens: int) -> int:
-    room = latent_tokens(tokens if length is None else length, cuts.size(cuts.heads))
-    sizes = {"tokens": tokens, "length": room, "history": length is not None, "prefill_cut": prefill_cut}
-    settings = {"latent_dtype_bytes": latent_dtype_bytes, "device_kind": device_kind}
-    return estimate_prefill(config, cuts, **sizes, **settings).total_bytes
-
-  _check_choice("prefill_cut", prefill_cut, PREFILL_CUTS)
-  unit = LATENT_TILE * cuts.size(_token_axes(cuts, prefill_cut))
-  most = max(1, (config.max_position_embeddings if length is None else length) // unit)
-  return _largest(total, unit, limit_bytes - reserve_bytes, most=most)
-
-
-def _largest(total: Callable[[int], int], unit: int, limit: int, most: int | None = None) -> int:
-  """The largest multiple of the unit whose total is within the limit, at most `most` units; totals grow."""
-  low, high = 0, 1
-  while total(high * unit) <= limit and (most is None or high < most):
-    low, high = high, high * 2 if most is None else min(high * 2, most)
-  if high == most and total(high * unit) <= limit:
-    return high * unit
-  while high - low > 1:
-    middle = (low + high) // 2
-    low, high = (middle, high) if total(middle * unit) <= limit else (low, middle)
-  return low * unit
-
-
 # Speed.
 
 
@@ -514,25 +403,6 @@ def traffic_of(
     cache_dtype_bytes=latent_dtype_bytes,
     latent_projection_cuts=cuts.size(cuts.latent),
   )
-
-
-def step_bound(
-  config: KimiK3Config,
-  cuts: Cuts,
-  *,
-  batch: int,
-  context: int,
-  latent_dtype_bytes: int = 2,
-  device_kind: str = "TPU7x",
-) -> float:
-  """Returns the seconds below which no decoding step can be: the bytes it must move at the peak bandwidth of HBM.
-
-  Experts count as expected of tokens that choose uniformly (`DecodeTraffic.total`).
-  """
-  if device_kind not in DEVICE_KINDS:
-    raise InputError(f"device kind {device_kind!r}, expected one of: {', '.join(DEVICE_KINDS)}")
-  moved = traffic_of(config, cuts, batch=batch, context=context, latent_dtype_bytes=latent_dtype_bytes)
-  return moved.total / DEVICE_KINDS[device_kind].hbm_bytes_per_second
 
 
 def prefill_flops(config: KimiK3Config, *, tokens: int, history: int = 0) -> float:

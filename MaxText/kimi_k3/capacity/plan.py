@@ -69,7 +69,9 @@ class Setup:
   @functools.cached_property
   def model(self) -> Any:
     """The SpmdModel on devices of the topology, as good for compiling as real ones."""
-    return self.builder(topology.tpu_devices(self.topology.name, slices=self.topology.slices))
+    model = self.builder(topology.tpu_devices(self.topology.name, slices=self.topology.slices))
+    assert (model.compute, model.cuts) == (self.compute, self.cuts)  # what arithmetic and cached results go by
+    return model
 
   @property
   def latent_bytes(self) -> int:
@@ -198,7 +200,8 @@ class Compiler:
     s = self.setup
     chunk, history = chunk_of(s, tokens)
     length = memory.latent_tokens(max(tokens, chunk), s.cuts.size(s.cuts.heads))
-    key = {"program": "prefill", "tokens": chunk, "length": length, "cut": s.prefill_cut, "history": history}
+    before = max(0, tokens - chunk)
+    sizes = {"tokens": chunk, "length": length, "start": before, "cut": s.prefill_cut, "history": history}
 
     def make() -> Facts:
       from kimi_k3.spmd import programs
@@ -208,11 +211,11 @@ class Compiler:
       kept = _weights(s) | _caches(program.arguments[1])
       if isinstance(report, dict):
         return kept | report
-      return (
-        kept | _memory(report, s) | _counted(lambda: _prefill_program(s, report, chunk, length, max(0, tokens - chunk)))
-      )
+      return kept | _memory(report, s) | _counted(lambda: _prefill_program(s, report, sizes))
 
-    return {"tokens": chunk, "length": tokens, "history": history} | self._kept(key, f"prefill {chunk}", make)
+    return {"tokens": chunk, "length": tokens, "history": history} | self._kept(
+      {"program": "prefill", **sizes}, f"prefill {chunk}", make
+    )
 
   def _kept(self, key: Mapping[str, Any], what: str, make: Callable[[], Facts]) -> Facts:
     s = self.setup
@@ -410,13 +413,13 @@ def _decode_program(s: Setup, report: topology.Report, batch: int, context: int)
   )
 
 
-def _prefill_program(s: Setup, report: topology.Report, chunk: int, length: int, before: int) -> Facts:
+def _prefill_program(s: Setup, report: topology.Report, sizes: Mapping[str, Any]) -> Facts:
+  """Of a chunk; sizes as `prefill_loops` takes them."""
   from kimi_k3.spmd.kernel_bytes import prefill_kernel_bytes
   from kimi_k3.spmd.loop_counts import prefill_loops
 
-  history = before > 0
+  chunk = sizes["tokens"]
   here = chunk // s.cuts.size(s.cuts.rows + s.cuts.heads)  # where the residual stream is cut by tokens
-  sizes = {"tokens": chunk, "length": length, "start": before, "cut": s.prefill_cut, "history": history}
   loops = prefill_loops(s.model, **sizes)
   program = hlo.parse(report.text)
   rows = hlo.collectives(program, loops)
@@ -424,7 +427,7 @@ def _prefill_program(s: Setup, report: topology.Report, chunk: int, length: int,
   found = _read(
     program, rows, loops, find_traps(program, tokens=here, width=s.config.hidden_size, loops=loops)
   ) | _bound(moved.total, s)
-  products = flops_ms(s, chunk, before)
+  products = flops_ms(s, chunk, sizes["start"])
   if products > found["bound_ms"]:
     found |= {"bound_ms": products, "bound_by": "matrix products"}
   return found

@@ -67,6 +67,8 @@ def read_setup(path: str, settings: Sequence[str], topology: Topology, mesh: str
   else:
     sizes = default_mesh(config, topology)
     chosen["partition_mesh"] = as_text(sizes)
+  if "expert_implementation" in explicit:  # prefill's is the same then, as where it decodes
+    del chosen["prefill_expert_implementation"]
   chosen = {key: value for key, value in chosen.items() if key not in explicit}
   cuts = Cuts.of(sizes, found.partition_rules)
   try:

@@ -222,60 +222,6 @@ def test_float8_latents_take_half_of_the_bytes():
   assert wide.argument_bytes - narrow.argument_bytes == narrow.latent_cache_bytes
 
 
-def test_the_largest_that_fits_fits_and_the_next_does_not():
-  from kimi_k3.capacity import memory
-
-  limit: dict[str, Any] = {"limit_bytes": int(94.74 * GIB), "reserve_bytes": 4 * GIB}
-  for cut in ("batch", "sequence"):
-    cuts = cuts_of(TP32)
-    batch = memory.largest_batch(k3(), cuts, context=2**17, cache_cut=cut, **limit)
-    unit = 32 if cut == "batch" else 1
-    assert batch % unit == 0
-    context = memory.largest_context(k3(), cuts, batch=64, cache_cut=cut, **limit)
-    for small, large in (((batch, 2**17), (batch + unit, 2**17)), ((64, context), (64, context + 4096))):
-      totals = [
-        memory.estimate_decode(k3(), cuts, batch=b, context=s, cache_cut=cut).total_bytes for b, s in (small, large)
-      ]
-      assert totals[0] <= 90.74 * GIB < totals[1]
-
-
-def test_forty_contexts_of_a_million_tokens_fit_on_32_devices():
-  from kimi_k3.capacity.memory import largest_batch
-
-  limit: dict[str, Any] = {
-    "limit_bytes": int(94.74 * GIB),
-    "reserve_bytes": 4 * GIB,
-    "cache_cut": "sequence",
-    "context": 2**20,
-  }
-  assert largest_batch(k3(), cuts_of(TP32), **limit) >= 40
-  assert largest_batch(k3(), cuts_of(TP32), **limit, latent_dtype_bytes=1) >= 75
-  assert largest_batch(k3(), cuts_of(TP32, {"latent": ["tensor"]}), **limit) >= 49
-
-
-def test_nothing_fits_is_zero_and_a_context_is_at_most_the_models():
-  from kimi_k3.capacity import memory
-
-  cuts = cuts_of({"tensor": 8})
-  assert memory.largest_batch(k3(), cuts, context=8192, limit_bytes=int(94.74 * GIB)) == 0
-  assert memory.largest_chunk(k3(), cuts, limit_bytes=int(94.74 * GIB)) == 0
-  assert memory.largest_context(k3(), cuts_of(TP32), batch=32, limit_bytes=10**13) == 2**20
-
-
-def test_the_largest_chunk_fits_and_with_a_history_is_smaller():
-  from kimi_k3.capacity import memory
-
-  limit: dict[str, Any] = {"limit_bytes": int(94.74 * GIB), "reserve_bytes": 4 * GIB}
-  alone = memory.largest_chunk(k3(), cuts_of(TP32), **limit)
-  beside = memory.largest_chunk(k3(), cuts_of(TP32), **limit, length=2**20)
-  assert 0 < beside <= alone and alone % (32 * 128) == 0
-  sizes: dict[str, Any] = {"history": False, "prefill_cut": "sequence"}
-  totals = [
-    memory.estimate_prefill(k3(), cuts_of(TP32), tokens=n, length=n, **sizes).total_bytes for n in (alone, alone + 4096)
-  ]
-  assert totals[0] <= 90.74 * GIB < totals[1]
-
-
 @pytest.mark.parametrize(
   ("mesh", "rules", "by_hand"),
   [
@@ -298,7 +244,6 @@ def test_traffic_is_that_of_the_cuts_written_by_hand(mesh, rules, by_hand):
   sizes: dict[str, Any] = {"batch": 64, "context": 8192}
   found = memory.traffic_of(k3(), cuts_of(mesh, rules), **sizes)
   assert found == traffic.decode_traffic(k3(), **sizes, **by_hand)
-  assert memory.step_bound(k3(), cuts_of(mesh, rules), **sizes) == found.total / 3.69e12
 
 
 def test_traffic_of_uneven_cuts_is_refused():
