@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# The main job on the embedded tiny checkpoint, in a fresh directory: convert it, decode three prompts with float32
-# arithmetic, and compare every new token with the golden greedy continuation of the numpy reference (case k3-tiny).
+# The main job on the embedded checkpoint (kimi-k3-nano, docs/training.md), in a fresh directory: convert it, decode three
+# prompts with float32 arithmetic, show the text, and compare every new token with the golden greedy continuation of the
+# numpy reference (case k3-nano).
 # The last line of the output has the tok/s that decode reports. DEMO_DIR=DIR keeps what it writes in DIR.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PATH=$root/.venv/bin:$PATH
 export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
-case=$root/tests/golden/k3-tiny
+case=$root/tests/golden/k3-nano
 
 if [ -n "${DEMO_DIR:-}" ]; then
   mkdir -p "$DEMO_DIR"
@@ -30,10 +31,10 @@ step() { # Shows the command and its results but for the speed, its log only if 
   grep -v 'tok/s' "$name.out" || true
 }
 
-ln -sfn "$case/checkpoint" k3-tiny
+ln -sfn "$case/checkpoint" k3-nano
 python "$root/scripts/demo_golden.py" prompts "$case/golden.npz" prompts.json
-step convert kimi-k3 convert k3-tiny converted
-step decode kimi-k3 decode converted/decode.yml --prompt-ids prompts.json --max-new-tokens 32 --ignore-eos \
+step convert kimi-k3 convert k3-nano converted
+step decode kimi-k3 decode converted/decode.yml --prompt-ids prompts.json --max-new-tokens 48 --ignore-eos \
   --out tokens.json dtype=float32 matmul_precision=highest
 python "$root/scripts/demo_golden.py" check "$case/golden.npz" tokens.json
 cat decode.log decode.out | grep 'tok/s' | tail -n 1 | grep . || {

@@ -32,6 +32,11 @@ def _num_prompts(golden: dict[str, np.ndarray]) -> int:
   return sum(name.startswith("tokens_") for name in golden)
 
 
+def _first_lines(text: str) -> str:
+  """Up to the end of the document, which the demo ignores to compare as many tokens of each row."""
+  return text.split("[EOS]", 1)[0].rstrip()
+
+
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("verb", choices=("prompts", "check"), help="write FILE, or check decode's --out FILE")
@@ -43,10 +48,13 @@ def main() -> int:
   if args.verb == "prompts":
     write_prompts(golden, args.file)
     return 0
-  wrong = differences(golden, json.loads(args.file.read_text()))
+  rows = json.loads(args.file.read_text())
+  wrong = differences(golden, rows)
   if wrong:
     print("not the golden greedy continuation:", *wrong, sep="\n  ", file=sys.stderr)
     return 1
+  for prompt, row in zip(json.loads((args.golden.parent / "golden.json").read_text())["prompts"], rows, strict=True):
+    print(f"> {prompt}{_first_lines(row['text'])}")
   tokens = sum(golden[f"greedy_{i}"].size for i in range(_num_prompts(golden)))
   case = args.golden.parent.name
   print(f"all {tokens} tokens equal the golden greedy continuation of the numpy reference (case {case})")

@@ -138,5 +138,5 @@ def test_no_key_is_given_twice(path):
 
 def test_these_are_the_models_that_ship():
   assert sorted(path.stem for path in (CONFIGS / "models").iterdir()) == [
-    "kimi-k3", "kimi-k3-tiny", "kimi-linear-48b-a3b",
+    "kimi-k3", "kimi-k3-nano", "kimi-k3-tiny", "kimi-linear-48b-a3b",
   ]  # fmt: skip

@@ -172,6 +172,12 @@ def k3_tiny() -> GoldenCase:
 
 
 @pytest.fixture(scope="session")
+def k3_nano() -> GoldenCase:
+  """K3 with 9 layers, trained, and a tokenizer: what `make demo` decodes (docs/training.md)."""
+  return _stored_case("k3-nano")
+
+
+@pytest.fixture(scope="session")
 def kimi_linear_tiny() -> GoldenCase:
   """Kimi-Linear: nothing packed, softplus decay, no latent, no attention residuals."""
   return _stored_case("kimi-linear-tiny")

@@ -7,17 +7,23 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 
+def rows_of(case: Any) -> list[dict]:
+  """What decode writes of the golden continuations."""
+  return [{"ids": ids, "text": text} for ids, text in zip(case.greedy, case.info["continuations"], strict=True)]
+
+
 def compare(golden_dir: Path, rows: list[dict], tmp_path: Path) -> subprocess.CompletedProcess[str]:
   """Runs the demo's check on rows as `decode --out` writes them."""
   tokens = tmp_path / "tokens.json"
   tokens.write_text(json.dumps(rows))
-  golden = golden_dir / "k3-tiny" / "golden.npz"
+  golden = golden_dir / "k3-nano" / "golden.npz"
   command = [sys.executable, SCRIPTS / "demo_golden.py", "check", golden, tokens]
   return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -29,20 +35,21 @@ def test_the_demo_ends_with_its_speed_and_equals_the_golden_tokens(tmp_path):
   assert run.returncode == 0, run.stderr
   lines = run.stdout.splitlines()
   assert "tok/s" in lines[-1]
-  assert any("all 96 tokens equal the golden greedy continuation" in line for line in lines)
+  assert any("all 144 tokens equal the golden greedy continuation" in line for line in lines)
+  assert "#### 12" in lines  # 7 plus 5: text, not ids
   assert not list(tmp_path.iterdir()), "the demo wrote outside its own directory"
 
 
-def test_golden_tokens_pass_the_comparison(k3_tiny, golden_dir, tmp_path):
-  rows = [{"ids": ids} for ids in k3_tiny.greedy]
+def test_golden_tokens_pass_the_comparison(k3_nano, golden_dir, tmp_path):
+  rows = rows_of(k3_nano)
   run = compare(golden_dir, rows, tmp_path)
   assert run.returncode == 0, run.stderr
-  assert "all 96 tokens" in run.stdout
+  assert "all 144 tokens" in run.stdout
 
 
 @pytest.mark.parametrize("fault", ["another token", "a token too few", "a row too few"])
-def test_other_tokens_fail_the_comparison(fault, k3_tiny, golden_dir, tmp_path):
-  rows = [{"ids": ids} for ids in k3_tiny.greedy]
+def test_other_tokens_fail_the_comparison(fault, k3_nano, golden_dir, tmp_path):
+  rows = rows_of(k3_nano)
   if fault == "another token":
     rows[1]["ids"][20] ^= 1
   elif fault == "a token too few":
@@ -62,8 +69,8 @@ def test_a_fault_of_a_step_is_shown_and_fails_the_demo(tmp_path):
   assert "failed with exit code 2" in run.stderr
 
 
-def test_a_decode_without_a_speed_fails_the_demo(k3_tiny, tmp_path):
-  (tmp_path / "right.json").write_text(json.dumps([{"ids": ids} for ids in k3_tiny.greedy]))
+def test_a_decode_without_a_speed_fails_the_demo(k3_nano, tmp_path):
+  (tmp_path / "right.json").write_text(json.dumps(rows_of(k3_nano)))
   checkout = fake_checkout(tmp_path, f'[ "$1" = convert ] || cp {tmp_path}/right.json tokens.json')
   run = subprocess.run([checkout / "scripts" / "demo.sh"], capture_output=True, text=True, timeout=60, check=False)
   assert run.returncode == 1

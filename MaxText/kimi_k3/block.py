@@ -13,7 +13,7 @@ from kimi_k3.attn_res import AttentionResidual, push_snapshot
 from kimi_k3.config import ComputeConfig, KimiK3Config, LayerKind
 from kimi_k3.moe.latent_moe import LatentMoE, dense_mlp
 from kimi_k3.norms import RMSNorm
-from kimi_k3.sharding import NORM
+from kimi_k3.sharding import NORM, Placement, rows_cut
 from kimi_k3.spmd.collectives import Collectives
 
 
@@ -68,15 +68,16 @@ class Layer(nnx.Module):
     moe: bool,
     make_attention: AttentionFactory,
     rngs: nnx.Rngs,
+    placement: Placement | None = None,
   ):
-    self.config, self.kind = config, kind
+    self.config, self.kind, self.placement = config, kind, placement
 
     def norm():
       return RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=compute.weight_dtype, axes=(NORM,))
 
     self.input_norm, self.post_attention_norm = norm(), norm()
     self.attention = make_attention(kind, rngs)
-    self.mlp = LatentMoE(config, compute, rngs) if moe else dense_mlp(config, compute, rngs)
+    self.mlp = LatentMoE(config, compute, rngs, placement) if moe else dense_mlp(config, compute, rngs)
     if config.attn_res_block_size is not None:
       self.attention_res, self.mlp_res = (
         AttentionResidual(config.hidden_size, eps=config.rms_norm_eps, compute=compute, rngs=rngs) for _ in range(2)
@@ -105,9 +106,9 @@ class Layer(nnx.Module):
       attended = self._attend(x, context, place)
       prefix = _select(closes, attended, prefix + attended)
       x = self.mlp_res(prefix, snapshots, index // size + 1)
-    h = self.post_attention_norm(x)
+    h = rows_cut(self.post_attention_norm(x), self.placement)
     out, ids = self._feed_forward(h, context, place)
-    return Stream(prefix + out, snapshots), ids
+    return Stream(prefix + rows_cut(out, self.placement), snapshots), ids
 
   def _attend(self, x: Float[Array, "B T D"], context: Context, place: Any) -> Float[Array, "B T D"]:
     h = self.input_norm(x)
@@ -116,9 +117,12 @@ class Layer(nnx.Module):
       # A weight of 0 would not silence a NaN: what a pad holds must reach neither attention nor a cache.
       h = jnp.where(valid[..., None], h, 0)
     if context.collectives is None:
+      h = rows_cut(h, self.placement)
       if self.kind is LayerKind.KDA:
-        return self.attention(h, valid=context.valid, resets=context.resets)
-      return self.attention(h, valid=context.valid, **context.upstream)
+        out = self.attention(h, valid=context.valid, resets=context.resets)
+      else:
+        out = self.attention(h, valid=context.valid, **context.upstream)
+      return rows_cut(out, self.placement)
     h = context.collectives.enter_attention(h)
     if self.kind is LayerKind.KDA:
       out = self.attention(h, valid=context.valid, resets=context.resets, stack=place.cache)
@@ -130,7 +134,7 @@ class Layer(nnx.Module):
     collectives = context.collectives
     if isinstance(self.mlp, LatentMoE):
       if collectives is None:
-        return self.mlp(h)
+        return self.mlp(h, context.valid)
       return self.mlp.partial(h, context.valid_here, place.index, collectives)
     if collectives is None:
       return self.mlp(h), None

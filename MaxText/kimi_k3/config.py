@@ -36,7 +36,8 @@ _SHOWN_LAYERS = 100  # of those that no list names
 
 
 KdaImplementation = Literal["portable", "tokamax_xla_chunked", "tokamax_mosaic", "tops"]
-ExpertImplementation = Literal["reference", "decode_kernel", "grouped"]
+ExpertImplementation = Literal["reference", "decode_kernel", "grouped", "dropless"]
+TRAINED_EXPERTS: tuple[ExpertImplementation, ...] = ("dropless",)  # those that have a gradient
 StepImplementation = Literal["portable", "pallas"]
 PrefillImplementation = Literal["portable", "flash"]
 LatentDtype = Literal["bfloat16", "float8_e4m3fn"]
@@ -191,7 +192,8 @@ class ComputeConfig:
     precision: Matmul precision of XLA: "default", "high" or "highest".
     kda_implementation: Chunked KDA: "portable" (any length, both gates) or a named tokamax one.
     expert_implementation: Routed experts: "reference" (one active expert at a time, on any backend), "decode_kernel" (a
-      TPU kernel for few tokens) or "grouped" (tokamax's grouped matmul).
+      TPU kernel for few tokens), "grouped" (tokamax's grouped matmul) or "dropless" (with a gradient, for training with
+      experts in bfloat16 or float32, where the compiler partitions).
     prefill_expert_implementation: The same for chunks of prefill; only looked at in the manual partitioning.
     kda_step_implementation: One step of KDA in the manual partitioning: "portable" or "pallas".
     mla_step_implementation: One step of MLA there: "portable" or "pallas".

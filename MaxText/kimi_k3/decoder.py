@@ -18,9 +18,10 @@ from kimi_k3.attn_res import AttentionResidual
 from kimi_k3.block import AttentionFactory, Context, Layer, Stream
 from kimi_k3.config import ComputeConfig, KimiK3Config
 from kimi_k3.layout import BLOCK_LAYERS, LEAD_LAYERS, fold
+from kimi_k3.sharding import Placement, rows_cut
 
 StackLayers = Callable[[Callable[[nnx.Rngs], nnx.Module], int, nnx.Rngs], nnx.Module]
-Remat = Callable[[Callable], Callable]
+Remat = Callable[..., Callable]  # jax.checkpoint with a policy
 
 
 class Block(nnx.Module):
@@ -48,6 +49,7 @@ def build_layers(
   *,
   scan: bool,
   stack: StackLayers,
+  placement: Placement | None = None,
 ) -> None:
   """Sets the layers as attributes of `owner`, under the names of docs/parameter-tree.md.
 
@@ -59,11 +61,13 @@ def build_layers(
     rngs: Of the random initialisation.
     scan: Folded or unrolled.
     stack: (make one, how many, rngs) -> a module whose leaves have a leading axis of that many.
+    placement: Of the routed experts, if their implementation is "dropless" and there are several devices.
   """
   kinds, moes = config.layer_kinds, config.moe_layers
+  owner.placement = placement
 
   def make(i: int, rngs: nnx.Rngs) -> Layer:
-    return Layer(config, compute, kinds[i], moes[i], make_attention, rngs)
+    return Layer(config, compute, kinds[i], moes[i], make_attention, rngs, placement)
 
   if scan:
     plan = fold(config)
@@ -99,23 +103,33 @@ def run_layers(
     embedded: Token embeddings in the compute dtype.
     context: What the layers of this call share.
     scan: As at construction.
-    remat: Wraps the scanned block in training; None keeps all activations.
+    remat: Wraps each layer, and of the scan each block, in training; None keeps all activations.
   """
-  stream = Stream(embedded, jnp.zeros((config.num_snapshots, *embedded.shape), embedded.dtype))
+  snapshots = jnp.zeros((config.num_snapshots, *embedded.shape), embedded.dtype)
+  stream = Stream(rows_cut(embedded, owner.placement), rows_cut(snapshots, owner.placement, axis=1))
   chosen: list[Array] = []
   for i, layer in _unscanned(owner, config, scan, tail=False):
-    stream, ids = layer(stream, i, context)
+    stream, ids = _one_layer(layer, stream, i, context, remat)
     chosen += [ids[None]] if ids is not None else []
   if scan and (plan := fold(config)).num_blocks:
     stream, block_ids = _scan_blocks(owner.blocks, plan.num_blocks, stream, context, remat)
     chosen += [] if block_ids is None else [block_ids]
   for i, layer in _unscanned(owner, config, scan, tail=True):
-    stream, ids = layer(stream, i, context)
+    stream, ids = _one_layer(layer, stream, i, context, remat)
     chosen += [ids[None]] if ids is not None else []
   hidden = stream.prefix
   if config.attn_res_block_size is not None:
     hidden = owner.output_res(hidden, stream.snapshots, config.num_snapshots)
-  return hidden, jnp.concatenate(chosen) if chosen else None
+  return rows_cut(hidden, owner.placement), jnp.concatenate(chosen) if chosen else None
+
+
+def _one_layer(
+  layer: Layer, stream: Stream, index: int, context: Context, remat: Remat | None
+) -> tuple[Stream, Int[Array, "B T S"] | None]:
+  if remat is None:
+    return layer(stream, index, context)
+  graph, params, rest = nnx.split(layer, nnx.Param, ...)  # in training no layer has state to move on
+  return remat(lambda stream, params: nnx.merge(graph, params, rest)(stream, index, context))(stream, params)
 
 
 def _unscanned(owner: Any, config: KimiK3Config, scan: bool, *, tail: bool):
@@ -144,7 +158,7 @@ def _scan_blocks(
     ids = [c for c in chosen if c is not None]
     return stream, (nnx.split(block, nnx.Param, ...)[2], jnp.stack(ids) if ids else None)
 
-  body = body if remat is None else remat(body)
+  body = body if remat is None else remat(body, prevent_cse=False)  # a loop's body is not merged with its gradient's
   stream, (rest, ids) = jax.lax.scan(body, stream, (jnp.arange(count), params, rest))
   nnx.update(blocks, rest)
   return stream, None if ids is None else ids.reshape(-1, *ids.shape[2:])

@@ -15,7 +15,7 @@ def configs_dir() -> Path:
 
 def demo_dir() -> Path:
   """Returns the golden case behind `make demo`: `checkpoint/` in the released layout, `golden.npz`, `golden.json`."""
-  return _find(_PACKAGE / "demo", _CHECKOUT / "tests" / "golden" / "k3-tiny")
+  return _find(_PACKAGE / "demo", _CHECKOUT / "tests" / "golden" / "k3-nano")
 
 
 def _find(in_wheel: Path, in_checkout: Path) -> Path:

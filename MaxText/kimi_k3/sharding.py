@@ -5,8 +5,13 @@ A name that no rule knows is replicated without a word, so `check_rules` refuses
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import jax
+from flax.linen.spmd import logical_to_mesh_axes
 
 from kimi_k3.errors import InputError
 
@@ -22,6 +27,7 @@ ROUTER_EMBED = "embed_router"
 LATENT = "moe_latent"  # of the projections to the experts' latent and back
 NORM = "norm"
 VOCAB = "vocab"
+TOKEN_BATCH = "activation_batch"  # rows of a batch of tokens
 CACHE_BATCH_PREFILL = "cache_batch_prefill"
 CACHE_BATCH = "cache_batch"
 CACHE_HEADS = "cache_heads"
@@ -53,9 +59,108 @@ def with_own_rules(rules: Rules) -> Rules:
   return [(n, axes) for n, axes in found if n != CACHE_BATCH] + [(CACHE_BATCH, _ROW_AXES)]
 
 
+def with_divisible_latents(rules: Rules, latents: Mapping[str, int | None], sizes: Mapping[str, int]) -> Rules:
+  """Returns the rules with MLA's two latents cut by as many of their mesh axes, from the first, as divide them.
+
+  MaxText cuts them by all axes that cut the hidden size. That is 7168 in K3, which 1024 devices divide, and these are
+  1536 and 512, which they do not: JAX would refuse the arrays.
+
+  Args:
+    rules: MaxText's or the user's.
+    latents: Width by logical axis; None or 0 for a latent that is not there.
+    sizes: Of the mesh axes, as far as they are known; a rule with an unknown one is left as it is.
+
+  Raises:
+    InputError: if not even the first axis divides: the leaf would be whole on every device.
+  """
+  found = []
+  for name, axes in rules:
+    used = tuple(axis for axis in _as_tuple(axes) if sizes.get(axis) != 1)
+    width = latents.get(name)
+    if not width or not all(axis in sizes for axis in used) or width % math.prod(sizes[axis] for axis in used) == 0:
+      found.append((name, axes))
+      continue
+    fitting = next(used[:n] for n in range(len(used), -1, -1) if width % math.prod(sizes[a] for a in used[:n]) == 0)
+    if not fitting:
+      raise InputError(
+        f"the MLA latent {name} is {width} wide, which {used[0]} parallelism of {sizes[used[0]]} does not divide: "
+        f"set {used[0]} parallelism to a divisor of it"
+      )
+    found.append((name, fitting))
+  return found
+
+
 def mesh_axes(rules: Rules, name: str) -> tuple[str, ...]:
   """Returns the mesh axes of a logical axis: those of its first rule."""
   return next((_as_tuple(axes) for n, axes in rules if n == name), ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+  """Where the compiler partitions: by which axes of the mesh tokens and routed experts are cut, each of size > 1.
+
+  Attributes:
+    mesh: The devices.
+    tokens: Cut the rows of a batch.
+    experts: Cut the experts.
+    widths: Cut the inner width of each expert.
+    inputs: Cut the input of w1 and w3, which is the output of w2.
+  """
+
+  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+  tokens: tuple[str, ...]
+  experts: tuple[str, ...]
+  widths: tuple[str, ...]
+  inputs: tuple[str, ...]
+
+  def check_divides(self, **sizes: int) -> None:
+    """Raises InputError unless each of the sizes, by what is cut, is one that the devices share evenly."""
+    faults = []
+    for name, size in sizes.items():
+      axes = getattr(self, name)
+      if size % (devices := math.prod(self.mesh.shape[axis] for axis in axes)):
+        faults.append(f"{size} {name} among {devices} devices ({', '.join(axes)})")
+    if faults:
+      raise InputError(
+        f"expert_implementation 'dropless' cuts evenly, found {'; '.join(faults)}: choose a batch or mesh that divides"
+      )
+
+
+def expert_placement(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, rules: Rules) -> Placement | None:
+  """Returns where the rules put tokens and routed experts; None on a single device.
+
+  Args:
+    mesh: Of the model.
+    rules: Logical axis rules, which a parameter's axes pass through together: what one axis took, no other gets.
+  """
+  if mesh.size == 1:
+    return None
+
+  def axes(*names: str) -> list[tuple[str, ...]]:
+    spec = logical_to_mesh_axes(names, rules=tuple((name, cut) for name, cut in rules))
+    assert spec is not None
+    parts = (*map(_as_tuple, spec), *((),) * len(names))  # the end of a spec may be left out
+    return [tuple(axis for axis in part if mesh.shape[axis] > 1) for part in parts[: len(names)]]
+
+  (tokens,), (experts, inputs, widths) = axes(TOKEN_BATCH), axes(EXPERT, EXPERT_EMBED, EXPERT_MLP)
+  return Placement(mesh, tokens, experts, widths, inputs)
+
+
+def rows_cut(x: jax.Array, placement: Placement | None, *, axis: int = 0) -> jax.Array:
+  """Returns `x`, told to be cut by the rows of the batch alone. Without a placement, or if none divides, as it is.
+
+  Weights are cut by the same devices, along the hidden size. Left to itself the compiler cuts activations that way too
+  and adds up products of whole batches, where it should gather weights.
+
+  Args:
+    x: Activations.
+    placement: The devices.
+    axis: Of the rows.
+  """
+  if placement is None or x.shape[axis] % math.prod(placement.mesh.shape[name] for name in placement.tokens):
+    return x
+  spec = jax.sharding.PartitionSpec(*(None,) * axis, placement.tokens)
+  return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(placement.mesh, spec))
 
 
 def check_form(rules: Any) -> None:

@@ -21,6 +21,7 @@ ON_MESH = Path(__file__).parent / "on_mesh.py"
 # (golden case, sizes of the mesh). Kimi-Linear's tiny case has two MLA heads, which four devices do not cut.
 CASES = [
   ("k3_tiny", {"tensor": 2, "expert": 2}),
+  pytest.param("k3_nano", {"tensor": 2, "expert": 2}, marks=pytest.mark.slow),
   pytest.param("k3_tiny", {"tensor": 4}, marks=pytest.mark.slow),
   pytest.param("k3_tiny", {"data": 2, "tensor": 2}, marks=pytest.mark.slow),
   pytest.param("kimi_linear_tiny", {"tensor": 2, "expert": 2}, marks=pytest.mark.slow),
@@ -56,7 +57,7 @@ def run(tmp_path: Path) -> Callable[..., Any]:
 @pytest.mark.parametrize(("case_name", "mesh"), CASES, ids=mesh_id)
 def test_a_mesh_answers_as_the_golden_case_and_each_device_holds_its_share(case_name, mesh, request, run, convert):
   case = request.getfixturevalue(case_name)
-  answer = run(mesh, converted=str(convert(case.checkpoint, "--scan")), prompts=case.prompts, new_tokens=32)
+  answer = run(mesh, converted=str(convert(case.checkpoint, "--scan")), prompts=case.prompts, new_tokens=len(case.greedy[0]))
   for i, found in enumerate(answer["logits"]):
     expected = case.arrays[f"logits_{i}"]
     assert np.abs(np.array(found) - expected[-1]).max() <= TOLERANCE * np.abs(expected).max()

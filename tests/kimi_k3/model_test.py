@@ -24,9 +24,10 @@ NEW_TOKENS = 32
 SCAN_STORED, UNROLLED_BF16 = ("--scan", "as-stored"), ("--no-scan", "bf16")
 FORMS = (SCAN_STORED, ("--no-scan", "as-stored"), ("--scan", "bf16"), UNROLLED_BF16)
 
-GOLDEN_CASES = ("k3_tiny", "k3_hd128", "kimi_linear_tiny")
-# Prompts and steps by default: each case in one form, the tiny K3 in the last one too.
-DECODED = (*((case, SCAN_STORED) for case in GOLDEN_CASES), ("k3_tiny", UNROLLED_BF16))
+GOLDEN_CASES = ("k3_tiny", "k3_hd128", "kimi_linear_tiny", "k3_nano")
+# Prompts and steps by default: each case in one form, the tiny K3 in the last one too; the trained one by `make demo`,
+# which is a test too.
+DECODED = (*((case, SCAN_STORED) for case in GOLDEN_CASES if case != "k3_nano"), ("k3_tiny", UNROLLED_BF16))
 
 
 def form_id(form: tuple[str, str]) -> str:
@@ -99,8 +100,8 @@ def check_decode(config_of: Callable[..., Any], expected: Expected) -> None:
   from kimi_k3.maxtext_adapter.config import architecture
   from kimi_k3.maxtext_adapter.engine import Engine
 
-  longest = max(map(len, expected.prompts))
-  lengths = {"max_prefill_predict_length": longest, "max_target_length": longest + NEW_TOKENS}
+  longest, new_tokens = max(map(len, expected.prompts)), len(expected.greedy[0])
+  lengths = {"max_prefill_predict_length": longest, "max_target_length": longest + new_tokens}
   config = config_of(**lengths, per_device_batch_size=len(expected.prompts))
   engine = Engine(config)
   for slot, prompt in enumerate(expected.prompts):
@@ -117,7 +118,7 @@ def check_decode(config_of: Callable[..., Any], expected: Expected) -> None:
       assert_close(found, state, STATE_TOLERANCE, f"state of layer {layer} after prompt {slot}")
   for slot in range(len(expected.prompts)):
     engine.release(slot)
-  request = Request(NEW_TOKENS, None, Sampler(GREEDY, 1.0, 0), longest)
+  request = Request(new_tokens, None, Sampler(GREEDY, 1.0, 0), longest)
   rows, _ = generate(engine, expected.prompts, request, clock=CompileClock())
   assert [row.ids for row in rows] == expected.greedy
 

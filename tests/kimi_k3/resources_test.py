@@ -20,7 +20,7 @@ def names(directory: Path) -> set[str]:
 
 def test_a_checkout_uses_its_own_files():
   assert resources.configs_dir() == REPO / "configs"
-  assert resources.demo_dir() == REPO / "tests" / "golden" / "k3-tiny"
+  assert resources.demo_dir() == REPO / "tests" / "golden" / "k3-nano"
 
 
 def test_a_wheel_holds_the_same_files(tmp_path):

@@ -138,6 +138,22 @@ def libtpu_version() -> str:
   return importlib.metadata.version("libtpu")
 
 
+def load_tpu_compiler(what: str) -> None:
+  """Makes libtpu importable and sets LIBTPU_ENVIRONMENT where the caller's environment has nothing of that name.
+
+  To be called before libtpu is loaded.
+
+  Args:
+    what: Needs it, for the error.
+
+  Raises:
+    InputError: if libtpu is absent.
+  """
+  _find_libtpu(what)
+  for name, value in LIBTPU_ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
+
+
 def _find_libtpu(what: str) -> None:
   """Makes libtpu importable, or says how to get it."""
   if not has_libtpu():
@@ -163,9 +179,7 @@ def tpu_devices(topology: str, *, slices: int = 1) -> list[Any]:
   """
   if slices < 1:
     raise InputError(f"topology {topology}: {slices} slices, expected 1 or more")
-  _find_libtpu(f"topology {topology}")
-  for name, value in LIBTPU_ENVIRONMENT.items():
-    os.environ.setdefault(name, value)
+  load_tpu_compiler(f"topology {topology}")
   import jax
   from jax.experimental import topologies
 
@@ -261,7 +275,7 @@ def compile_for(
     ):
       lowered = function.lower(*args)
   middle = time.perf_counter()
-  with _no_persistent_cache():
+  with no_persistent_cache():
     compiled = lowered.compile(dict(options))
   return Report(compiled, memory(compiled), middle - start, time.perf_counter() - middle)
 
@@ -280,8 +294,8 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
 
 
 @contextlib.contextmanager
-def _no_persistent_cache() -> Iterator[None]:
-  """Switches JAX's persistent cache off, also where this process has used it."""
+def no_persistent_cache() -> Iterator[None]:
+  """Switches JAX's persistent cache off, also where this process has used it: it cannot read a TPU's program again."""
   import jax
   from jax.experimental.compilation_cache import compilation_cache
 

@@ -112,11 +112,11 @@ def _read(args: argparse.Namespace, processes: Processes) -> _Given:
 
   prompt, settings = _split_prompt(args.settings)
   explicit = explicit_settings(args.config, settings) | prompt
-  _refuse(explicit)
-  tokenizer = _tokenizer(args.config, explicit)
+  refuse_ignored(explicit)
+  tokenizer = find_tokenizer(args.config, explicit)
   prompts, source = _prompts(args, explicit, tokenizer)
   lengths = cache_lengths(prompts, args.max_new_tokens, explicit)
-  config = read_config(args.config, settings, **lengths, per_device_batch_size=_slots_a_device(len(prompts)))
+  config = read_config(args.config, settings, **lengths, per_device_batch_size=slots_a_device(len(prompts)))
   check_vocabulary(prompts, config.vocab_size, source)
   return _Given(config, prompts, tokenizer, shown_by(processes, config, args, prompts))
 
@@ -137,19 +137,24 @@ def _split_prompt(settings: Sequence[str]) -> tuple[dict[str, str], list[str]]:
   return ({"prompt": texts[0]} if texts else {}), others
 
 
-def _refuse(explicit: Mapping[str, Any]) -> None:
+def refuse_ignored(explicit: Mapping[str, Any]) -> None:
+  """Raises InputError for a setting that would be parsed and ignored in decoding."""
   for key in sorted(explicit.keys() & _REFUSED_KEYS.keys()):
     if explicit[key]:
       raise InputError(f"{key}: {_REFUSED_KEYS[key]}")
 
 
-def _tokenizer(config: str, explicit: Mapping[str, Any]) -> Tokenizer | None:
-  """The tokenizer named by tokenizer_path, which is relative to the config file, or the one beside it."""
+def tokenizer_directory(config: str, explicit: Mapping[str, Any]) -> Path:
+  """Returns where the tokenizer is looked for: tokenizer_path, relative to the config file, or else beside that."""
+  return Path(config).resolve().parent / (explicit.get("tokenizer_path") or "")
+
+
+def find_tokenizer(config: str, explicit: Mapping[str, Any]) -> Tokenizer | None:
+  """Returns the tokenizer of a config, None if there is none. Raises InputError if one is named that is not there."""
   from kimi_k3.generate.tokenizer import load_tokenizer
 
-  beside = Path(config).resolve().parent
   named = explicit.get("tokenizer_path")
-  tokenizer = load_tokenizer(beside / named) if named else load_tokenizer(beside)
+  tokenizer = load_tokenizer(tokenizer_directory(config, explicit))
   if named and tokenizer is None and Path(named) != Path():
     raise InputError(f"tokenizer_path is {named!r}: no tiktoken.model or tokenizer.json there")
   return tokenizer
@@ -174,7 +179,8 @@ def _prompts(args, explicit: Mapping[str, Any], tokenizer: Tokenizer | None) -> 
   return [ids], "prompt"
 
 
-def _slots_a_device(rows: int) -> int:
+def slots_a_device(rows: int) -> int:
+  """Returns the slots of each device where the user sets none: one for each row, up to 16 of all devices."""
   import jax
 
   return -(-min(rows, _MAX_DEFAULT_SLOTS) // jax.device_count())

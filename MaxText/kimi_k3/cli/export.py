@@ -6,9 +6,13 @@ import argparse
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kimi_k3.cli import sizes
 from kimi_k3.errors import InputError
+
+if TYPE_CHECKING:
+  from kimi_k3.convert.shards import Release
 
 DESCRIPTION = """\
 Writes what `kimi-k3 convert SRC OUT` made back in the released layout: shards of safetensors under the released names,
@@ -19,12 +23,17 @@ Rounded formats (mxfp4 from bfloat16, fp8-block) are refused: no release stores 
 The vision tensors are not in OUT: --vision-from copies them from SRC. HF_DIR appears when it is complete. Stopped, the
 same command goes on in HF_DIR.partial: shards that were done are read once and kept if they are what was written. What
 is read of OUT is compared with the checksums that convert recorded.
+
+With --config, OUT is a step that MaxText's trainer saved, RUN/checkpoints/STEP, and --config the config it was trained
+with (key=value may follow). Its parameters are rounded to bfloat16, experts to MXFP4; the kinds that a release stores
+in float32 stay as they are. Stopped, the same command starts anew.
 """
 EPILOG = """\
 examples:
   kimi-k3 export k3-maxtext/ Kimi-K3-again/ --dry-run                 what would be written
   kimi-k3 export k3-maxtext/ Kimi-K3-again/ --vision-from Kimi-K3/    the whole checkpoint
   kimi-k3 export k3-bf16/ Kimi-K3-bf16/ --shard-size 10GB             experts in bfloat16
+  kimi-k3 export run/checkpoints/999 my-k3/ --config train.yml        what was trained
 """
 DEFAULT_SHARD_SIZE = "5GB"
 
@@ -32,11 +41,23 @@ DEFAULT_SHARD_SIZE = "5GB"
 def add_parser(subparsers) -> argparse.ArgumentParser:
   """Adds the verb to the command line."""
   parser = subparsers.add_parser(
-    "export", help="a conversion back to released safetensors", description=DESCRIPTION, epilog=EPILOG
+    "export", help="a conversion, or a trained model, to released safetensors", description=DESCRIPTION, epilog=EPILOG
   )
-  parser.add_argument("out", metavar="OUT", help="what was converted: a directory, or a URL such as gs://...")
+  parser.add_argument(
+    "out", metavar="OUT", help="what was converted or trained: a directory, or a URL such as gs://..."
+  )
   parser.add_argument("hf_dir", metavar="HF_DIR", help="directory to make")
   parser.add_argument("--vision-from", type=Path, metavar="SRC", help="checkpoint to copy the vision tensors from")
+  parser.add_argument(
+    "--config", metavar="CONFIG.yml", help="OUT is a step of a training run with this config; key=value may follow"
+  )
+  parser.add_argument(
+    "--experts", choices=("mxfp4", "bf16"),
+    help="with --config: how to store experts (default: as releases do, mxfp4 for K3, bf16 for Kimi-Linear)",
+  )  # fmt: skip
+  parser.add_argument(
+    "--tokenizer-from", type=Path, metavar="DIR", help="with --config: directory to copy tokenizer files from"
+  )
   parser.add_argument(
       "--shard-size", metavar="BYTES", default=DEFAULT_SHARD_SIZE,
       help="of the tensors of a shard: 5GB (1000 cubed), 5G or 5GiB (1024 cubed), a number (default: %(default)s)",
@@ -46,7 +67,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
   parser.add_argument(
     "--workers", type=int, metavar="N", help="chunks written at a time (default: the CPUs, at most 4)"
   )
-  parser.set_defaults(run=run)
+  parser.set_defaults(run=run, settings=[])
   return parser
 
 
@@ -59,48 +80,101 @@ def run(args: argparse.Namespace) -> int:
   shard_bytes = sizes.parse("--shard-size", args.shard_size)
   if args.workers is not None and args.workers < 1:
     raise InputError(f"--workers is {args.workers}, expected 1 or more")
-  from kimi_k3.convert import export, index, reader  # Late: --help must not wait for TensorStore.
+  _check_flags(args)
+  started = time.monotonic()
+  workers = args.workers or min(4, os.cpu_count() or 1)
+  planned = _export_training if args.config is not None else _export_conversion
+  done = planned(args, shard_bytes, workers)
+  if not args.dry_run:
+    print(
+      f"{args.hf_dir}: {done.num_tensors} tensors, {len(done.shards)} shards, {done.nbytes} bytes, "
+      f"{time.monotonic() - started:.1f} seconds"
+    )
+  return 0
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+  """Names flags of the other kind of export, which would be ignored."""
+  if args.config is not None:
+    if args.vision_from is not None:
+      raise InputError("--vision-from is of a conversion's export: a training run has no vision tensors, leave it out")
+    return
+  if args.settings:
+    raise InputError(f"unrecognized arguments: {' '.join(args.settings)} (settings belong to --config CONFIG.yml)")
+  flags = {"--experts": args.experts, "--tokenizer-from": args.tokenizer_from}
+  if given := [flag for flag, value in flags.items() if value is not None]:
+    raise InputError(f"{' and '.join(given)} given without --config: OUT is exported as it was converted")
+
+
+def _export_conversion(args: argparse.Namespace, shard_bytes: int, workers: int) -> Release:
+  from kimi_k3.convert import export, index, reader, shards  # Late: --help must not wait for TensorStore.
   from kimi_k3.convert.progress import say
 
-  started = time.monotonic()
   out = reader.open_output(args.out)
   vision = index.open_source(args.vision_from) if args.vision_from is not None else None
   try:
     planned = export.plan_export(out, vision, shard_bytes=shard_bytes)
     if vision is None and out.hf_config.get("vision_config"):
       say("vision is not carried: OUT holds the text model only; give --vision-from SRC to copy its vision tensors")
-    done = export.check_target(args.hf_dir, planned, overwrite=args.overwrite)
+    done = shards.check_target(args.hf_dir, planned, overwrite=args.overwrite)
     if done:
       say(f"{args.hf_dir}: already holds this export, nothing written")
     if args.dry_run:
-      _print_plan(planned, args.hf_dir)
-      return 0
-    if done:
-      export.tidy(args.hf_dir)
+      carried = 0 if vision is None else sum(t.leaf is None for shard in planned.shards for t in shard.tensors)
+      experts = "decoded to bfloat16" if out.options["experts"] == "bf16" else "as released"
+      _print_plan(planned, args.hf_dir, {"experts": experts}, f", {carried:,} of them vision")
+    elif done:
+      shards.tidy(args.hf_dir)
     else:
-      workers = args.workers or min(4, os.cpu_count() or 1)
       export.export(args.hf_dir, planned, workers=workers, overwrite=args.overwrite)
   finally:
     if vision is not None:
       vision.close()
-  print(
-    f"{args.hf_dir}: {planned.num_tensors} tensors, {len(planned.shards)} shards, {planned.nbytes} bytes, "
-    f"{time.monotonic() - started:.1f} seconds"
+  return planned
+
+
+def _export_training(args: argparse.Namespace, shard_bytes: int, workers: int) -> Release:
+  from kimi_k3.convert import shards, trained, training_step
+  from kimi_k3.convert.progress import say
+  from kimi_k3.maxtext_adapter.config import architecture
+  from kimi_k3.maxtext_adapter.settings import read_config
+
+  # The run's data are not looked at, and need not be here.
+  data = [] if any(setting.startswith("dataset_type=") for setting in args.settings) else ["dataset_type=synthetic"]
+  config = read_config(args.config, [*args.settings, *data])
+  training = training_step.open_training(
+    args.out, architecture(config), scan=config.scan_layers, weight_dtype=config.weight_dtype.name
   )
-  return 0
+  planned = trained.plan_export(training, experts=args.experts, shard_bytes=shard_bytes, tokenizer=args.tokenizer_from)
+  done = shards.check_target(args.hf_dir, planned, overwrite=args.overwrite)
+  if done:
+    say(f"{args.hf_dir}: already holds this export, nothing written")
+  if args.dry_run:
+    experts = {"mxfp4": "rounded to MXFP4", "bf16": "rounded to bfloat16"}[planned.experts]
+    memory = f"{sizes.spelled(planned.cell_bytes)} of arrays at a time, and up to {workers} parts of them"
+    _print_plan(planned, args.hf_dir, {"experts": experts, "memory": memory})
+  elif done:
+    shards.tidy(args.hf_dir)
+  else:
+    packing = trained.export(args.hf_dir, planned, workers=workers, overwrite=args.overwrite)
+    if packing.weight_squares:
+      say(
+        f"experts in MXFP4: error {packing.rms_relative:.3g} of the trained weights, RMS; at most "
+        f"{packing.largest_of_group:.3g} of the largest of a group"
+      )
+  return planned
 
 
-def _print_plan(planned, target: str) -> None:
+def _print_plan(planned: Release, target: str, more: dict[str, str], kinds: str = "") -> None:
   from kimi_k3.convert import appear, store
 
-  vision = 0 if planned.vision is None else sum(t.leaf is None for shard in planned.shards for t in shard.tensors)
   largest = max(shard.size for shard in planned.shards)
   free = store.LocalStore(appear.local(target)).free()
   lines = {
-    "tensors": f"{planned.num_tensors:,}, {vision:,} of them vision",
+    "tensors": f"{planned.num_tensors:,}{kinds}",
     "shards": f"{len(planned.shards):,} of up to {sizes.spelled(largest)}",
     "bytes": f"{planned.nbytes:,} ({sizes.spelled(planned.nbytes)})",
-    "experts": "decoded to bfloat16" if planned.out.options["experts"] == "bf16" else "as released",
+    **more,
     "files": ", ".join(planned.files),
     "disk": f"{sizes.spelled(free)} free: {'enough' if free >= planned.nbytes else 'NOT ENOUGH'}",
   }

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from kimi_k3.errors import InputError
 
-VERBS = ("convert", "verify", "export", "inspect", "slice", "decode", "logits", "plan", "run")
+VERBS = ("convert", "verify", "export", "inspect", "slice", "decode", "logits", "eval", "plan", "run")
 # What people look for and does not exist, each with the reason.
 _REFUSED_VERBS = {"serve": "there is no server; use decode with --prompt-ids for many prompts"}
 
@@ -29,6 +29,7 @@ examples:
   kimi-k3 slice Kimi-K3/ OUT/ --layers 0-7 --experts 64
   kimi-k3 decode OUT/decode.yml --prompt-ids prompts.json --max-new-tokens 64
   kimi-k3 logits OUT/decode.yml --tokens prompts.json --out logits.npz
+  kimi-k3 eval OUT/decode.yml --text held-out.txt
   kimi-k3 plan configs/models/kimi-k3.yml --topology tpu7x:2x2x4 --decode 64,8192
   kimi-k3 run maxtext.checkpoint_conversion.inspect_checkpoint maxtext model_name=kimi-k3 scan_layers=true
 
@@ -51,7 +52,7 @@ def build_parser() -> Parser:
   """Returns the parser of all verbs."""
   parser = Parser(
     prog="kimi-k3",
-    description="Kimi K3 on MaxText: convert a released checkpoint, decode with it, compute logits.",
+    description="Kimi K3 on MaxText: convert a released checkpoint, decode with it, measure it.",
     epilog=_EPILOG,
   )
   subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -94,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 # Those that run JAX for long and leave nothing half-written.
-_ENDED_AT_ONCE = ("decode", "logits", "plan")
+_ENDED_AT_ONCE = ("decode", "logits", "eval", "plan")
 
 
 @contextlib.contextmanager

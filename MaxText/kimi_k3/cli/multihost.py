@@ -21,7 +21,8 @@ _DEFAULT_TIMEOUT_SECONDS = 300.0
 _MOST_SECONDS = 1_000_000
 # Of argparse's, and what may differ between processes: the config file stands for what is read from it, and so do the
 # rows. That --multihost is the same but for the number is checked by its parts.
-_NOT_COMPARED = ("run", "verb", "config", "settings", "multihost", "prompt_ids", "tokens")
+_FILES_OF_ROWS = ("prompt_ids", "tokens", "text", "questions", "few_shot")
+_NOT_COMPARED = ("run", "verb", "config", "settings", "multihost", *_FILES_OF_ROWS)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -15,9 +15,10 @@ import numpy as np
 from kimi_k3 import checksums
 from kimi_k3.convert import chunks, diagnose, transforms
 from kimi_k3.convert.chunks import Chunk
+from kimi_k3.convert.database import UnreadableError
 from kimi_k3.convert.index import Source
 from kimi_k3.convert.mapping import Leaf
-from kimi_k3.convert.reader import Output, UnreadableError
+from kimi_k3.convert.reader import Output
 from kimi_k3.convert.write import leaf_name
 
 _SLICE_BYTES = 256 * 1024 * 1024  # 256 MiB: a larger slice is looked at by its first chunk that differs only.

@@ -12,62 +12,49 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
 
 from kimi_k3 import checksums
 from kimi_k3.config import text_config
-from kimi_k3.convert import appear, chunks, index, mapping, output, plan, storage, store, transforms
+from kimi_k3.convert import appear, chunks, mapping, output, plan, storage, store, transforms
 from kimi_k3.convert.beside import Beside, Kept
 from kimi_k3.convert.chunks import Chunk
+from kimi_k3.convert.database import chunk_faults, differing_arrays
 from kimi_k3.convert.faults import listed, refuse_any
-from kimi_k3.convert.index import DTYPES, INDEX_FILE, LENGTH_BYTES, MAX_HEADER_BYTES, Source, StoredTensor
-from kimi_k3.convert.mapping import Leaf, Piece, Shape
+from kimi_k3.convert.index import INDEX_FILE, Source
+from kimi_k3.convert.mapping import Leaf, Shape
 from kimi_k3.convert.progress import Progress, say
-from kimi_k3.convert.reader import Output, chunk_faults, differing_arrays
+from kimi_k3.convert.reader import Output
+from kimi_k3.convert.shards import (
+  DEFAULT_SHARD_BYTES,
+  STATE_FILE,
+  Release,
+  Shard,
+  Tensor,
+  check_plan,
+  check_result,
+  check_space,
+  check_target,
+  file_size,
+  index_file,
+  limit_of,
+  plan_shards,
+  write_at,
+)
 from kimi_k3.convert.transforms import Transform
 from kimi_k3.convert.write import leaf_name, run_all
 from kimi_k3.errors import InputError
 
-DEFAULT_SHARD_BYTES = 5_000_000_000  # As the libraries that read shards write them.
-STATE_FILE = "export.json"  # in HF_DIR.partial: what is being exported
-METADATA_KEY = "kimi_k3_export"  # in the index: what was
 _WRITER = 1  # Of the bytes: a shard of another writer is not kept.
-_ALIGNMENT = 8  # A header is padded with spaces to a multiple of this, as the safetensors library does.
 _COPY_BYTES = 64 * 1024 * 1024  # Of a vision tensor, read at a time.
 _CHECK_BYTES = 8 * 1024 * 1024  # Of a shard of an earlier run, read at a time.
 _DECODED_EXPERTS = r"re:.*\.experts\.\d+\.w[123]$"  # Matches no shared_experts, which may stay packed.
-
-
-class Tensor(NamedTuple):
-  """One tensor of a shard and where it comes from: a piece of a leaf, or with neither the vision source.
-
-  Attributes:
-    name: As released.
-    dtype: As safetensors spells it.
-    shape: As released.
-    leaf: In OUT.
-    piece: Of the leaf.
-    offset: In the shard's file.
-  """
-
-  name: str
-  dtype: str
-  shape: Shape
-  leaf: Leaf | None
-  piece: Piece | None
-  offset: int = 0
-
-  @property
-  def nbytes(self) -> int:
-    """Size of its data."""
-    return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 class Part(NamedTuple):
@@ -106,46 +93,17 @@ class Note(NamedTuple):
   written: int
 
 
-class Shard(NamedTuple):
-  """A file to write: its header, the length before it included, and what follows."""
-
-  name: str
-  header: bytes
-  tensors: tuple[Tensor, ...]
-
-  @property
-  def size(self) -> int:
-    """Bytes of the file."""
-    return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Export:
+class Export(Release):
   """An export, ready to be carried out.
 
   Attributes:
     out: What to export.
     vision: Where the vision tensors come from; None if they are not carried.
-    shards: In the order of the model.
-    files: Small files by name, the index and config.json among them.
-    identity: What decides the result.
   """
 
   out: Output
   vision: Source | None
-  shards: tuple[Shard, ...]
-  files: Mapping[str, bytes]
-  identity: Mapping[str, Any]
-
-  @property
-  def nbytes(self) -> int:
-    """Of all shards."""
-    return sum(shard.size for shard in self.shards)
-
-  @property
-  def num_tensors(self) -> int:
-    """Of all shards."""
-    return sum(len(shard.tensors) for shard in self.shards)
 
 
 def plan_export(out: Output, vision: Source | None, *, shard_bytes: int = DEFAULT_SHARD_BYTES) -> Export:
@@ -163,9 +121,8 @@ def plan_export(out: Output, vision: Source | None, *, shard_bytes: int = DEFAUL
   _check_arrays(out)
   config = _config_bytes(out)
   tensors = [*_text_tensors(out), *(_vision_tensors(out, vision) if vision is not None else ())]
-  # No shard is larger than all tensors: a larger limit is none.
-  shard_bytes = min(shard_bytes, sum(tensor.nbytes for tensor in tensors))
-  shards = _shards(tensors, shard_bytes)
+  shard_bytes = limit_of(tensors, shard_bytes)
+  shards = plan_shards(tensors, shard_bytes)
   identity = {
     "writer": _WRITER,
     "conversion": hashlib.sha256(out.record_bytes).hexdigest(),
@@ -173,9 +130,11 @@ def plan_export(out: Output, vision: Source | None, *, shard_bytes: int = DEFAUL
     "shard_bytes": shard_bytes,
   }
   files = {name: data for name in output.COPIED_FILES if (data := out.file(name)) is not None}
-  files |= {"config.json": config, INDEX_FILE: _index(shards, identity)}
-  _check_plan(config, shards)
-  return Export(out=out, vision=vision, shards=shards, files=files, identity=identity)
+  files |= {"config.json": config, INDEX_FILE: index_file(shards, identity)}
+  check_plan(config, shards)
+  return Export(
+    out=out, vision=vision, shards=shards, files=files, identity=identity, places=tuple(_read_places(out, vision))
+  )
 
 
 def _check_formats(out: Output) -> None:
@@ -207,14 +166,6 @@ def _check_arrays(out: Output) -> None:
     if held is not None and held.shape == leaf.shape and held.chunk_shape != expected:
       faults.append(f"{leaf_name(leaf)}: in chunks of {list(held.chunk_shape)}, expected {list(expected)}")
   refuse_any(faults, f"{out.path} is damaged or not what its {output.RECORD} says; convert again")
-
-
-def _check_plan(config: bytes, shards: Sequence[Shard]) -> None:
-  """What is going to be written must be a checkpoint that `convert` takes, before anything is."""
-  tensors = {
-    t.name: StoredTensor(t.name, t.dtype, t.shape, s.name, t.offset, t.nbytes) for s in shards for t in s.tensors
-  }
-  plan.make_plan(Source(Path(), json.loads(config), config, tensors), plan.Options())
 
 
 def _config_bytes(out: Output) -> bytes:
@@ -268,111 +219,15 @@ def _vision_tensors(out: Output, source: Source) -> Iterator[Tensor]:
     yield Tensor(tensor.name, tensor.dtype, tensor.shape, None, None)
 
 
-def _shards(tensors: Sequence[Tensor], limit: int) -> tuple[Shard, ...]:
-  groups: list[list[Tensor]] = []
-  size = limit + 1
-  for tensor in tensors:
-    if size + tensor.nbytes > limit or not groups:
-      groups.append([])
-      size = 0
-    groups[-1].append(tensor)
-    size += tensor.nbytes
-  return tuple(_shard(number, len(groups), group) for number, group in enumerate(groups, 1))
-
-
-def _shard(number: int, count: int, group: Sequence[Tensor]) -> Shard:
-  # Wide types first, so that each tensor is aligned to its own type.
-  ordered = sorted(group, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
-  header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-  at = 0
-  for tensor in ordered:
-    header[tensor.name] = {
-      "dtype": tensor.dtype,
-      "shape": list(tensor.shape),
-      "data_offsets": [at, at + tensor.nbytes],
-    }
-    at += tensor.nbytes
-  text = json.dumps(header, separators=(",", ":")).encode()
-  text += b" " * (-len(text) % _ALIGNMENT)
-  if len(text) > MAX_HEADER_BYTES:
-    raise InputError(
-      f"--shard-size: {len(group):,} tensors in one shard, a header of {len(text):,} bytes, expected at most "
-      f"{MAX_HEADER_BYTES:,}: give a smaller size"
-    )
-  whole = len(text).to_bytes(LENGTH_BYTES, "little") + text
-  placed = [tensor._replace(offset=len(whole) + header[tensor.name]["data_offsets"][0]) for tensor in ordered]
-  return Shard(f"model-{number:05d}-of-{count:06d}.safetensors", whole, tuple(placed))
-
-
-def _index(shards: Sequence[Shard], identity: Mapping[str, Any]) -> bytes:
-  total = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
-  weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
-  content = {"metadata": {"total_size": total, METADATA_KEY: dict(identity)}, "weight_map": weight_map}
-  return json.dumps(content, indent=2).encode() + b"\n"
-
-
-def check_target(target: str | Path, export: Export, *, overwrite: bool) -> bool:
-  """Returns whether `target` already holds this very export, complete, so that nothing is to be written.
-
-  Raises:
-    InputError: if it holds anything that must not be replaced, or lies in OUT or in a source (or these in it), or if
-      anything but an unfinished export stands beside it.
-  """
-  if store.is_url(str(target)):
-    raise InputError(f"{target}: HF_DIR is a local directory, no URL")
-  here = appear.local(target)
-  for other in _read_places(export):
-    if here.is_relative_to(other) or other.is_relative_to(here):
-      raise InputError(f"{target}: the same as {other} or inside each other, choose another HF_DIR")
-  if Path(target).is_symlink() or (here.exists() and not here.is_dir()):
-    raise InputError(f"{target}: not a directory, choose another HF_DIR")
-  place = Beside(here, STATE_FILE, "export")
-  place.check()
-  if not here.exists() or not any(here.iterdir()):
-    return False
-  found = _identity_of(here)
-  if found is None:
-    raise InputError(f"{target}: holds files, but no export: never overwritten; choose another HF_DIR")
-  fault = _incomplete(here, export) if found == export.identity else ""
-  if found == export.identity and not fault and (place.committed() or not overwrite):
-    return True
-  if not overwrite and fault:
-    raise InputError(f"{target}: holds this export, but {fault}; give --overwrite to write it anew")
-  if not overwrite:
-    raise InputError(f"{target}: holds another export; give --overwrite to replace it or choose another HF_DIR")
-  return False
-
-
-def _read_places(export: Export) -> Iterator[Path]:
+def _read_places(out: Output, vision: Source | None) -> Iterator[Path]:
   """Local directories that an export reads from, or that what it reads was made from."""
-  if not store.is_url(export.out.path):
-    yield Path(export.out.path)
-  if export.vision is not None:
-    yield export.vision.directory.resolve()
-  made_from = export.out.record["source"].get("directory")
+  if not store.is_url(out.path):
+    yield Path(out.path)
+  if vision is not None:
+    yield vision.directory.resolve()
+  made_from = out.record["source"].get("directory")
   if isinstance(made_from, str) and made_from and Path(made_from).is_dir():
     yield Path(made_from).resolve()
-
-
-def _incomplete(target: Path, export: Export) -> str:
-  """What of this export is missing or differs, as far as that shows without reading shards; empty for nothing."""
-  faults = [shard.name for shard in export.shards if _size(target / shard.name) != shard.size]
-  for name, data in export.files.items():
-    if _size(target / name) != len(data) or (target / name).read_bytes() != data:
-      faults.append(name)
-  return f"{listed(faults)} is missing or not what was written" if faults else ""
-
-
-def _identity_of(directory: Path) -> Any:
-  """What an export says of itself in its index; None if there is none."""
-  try:
-    return json.loads((directory / INDEX_FILE).read_bytes())["metadata"][METADATA_KEY]
-  except (OSError, ValueError, KeyError, TypeError):
-    return None
-
-
-def _size(path: Path) -> int | None:
-  return path.stat().st_size if path.is_file() else None
 
 
 def export(target: str | Path, planned: Export, *, workers: int, overwrite: bool) -> int:
@@ -394,7 +249,7 @@ def export(target: str | Path, planned: Export, *, workers: int, overwrite: bool
       _write_shards(place, planned, done, workers)
       for name, data in planned.files.items():
         store.LocalStore(place.out).write(name, [data])
-      _check_result(place.out, planned)
+      check_result(place.out, planned)
       place.finish()
       place.put(before)
     except Kept:
@@ -403,11 +258,6 @@ def export(target: str | Path, planned: Export, *, workers: int, overwrite: bool
       _leave(place, planned)
       raise
   return len(done)
-
-
-def tidy(target: str | Path) -> None:
-  """Removes what a kill right after the commit left beside a finished `target`."""
-  Beside(appear.local(target), STATE_FILE, "export").tidy()
 
 
 def _begin(place: Beside, planned: Export, workers: int, *, overwrite: bool) -> dict[str, list[Note]]:
@@ -457,7 +307,7 @@ def _noted(place: Beside, shard: Shard) -> list[Note] | None:
 
 def _holds(path: Path, shard: Shard, notes: Sequence[Note]) -> bool:
   """Whether a shard has the header and the checksums that were noted."""
-  if _size(path) != shard.size:
+  if file_size(path) != shard.size:
     return False
   try:
     with path.open("rb", buffering=0) as file:
@@ -523,17 +373,10 @@ def _refuse_leaves(place: Beside, planned: Export, faults: Mapping[str, str]) ->
   )
 
 
-def _check_space(place: Beside, nbytes: int) -> None:
-  free = store.LocalStore(place.root).free()
-  say(f"{place.root.parent}: {nbytes:,} bytes to write, {free:,} free")
-  if free < nbytes:
-    raise InputError(f"{place.root.parent}: {free:,} bytes free, the export takes {nbytes:,}: choose another HF_DIR")
-
-
 def _write_shards(place: Beside, planned: Export, done: Mapping[str, list[Note]], workers: int) -> None:
   """Writes the shards that are not done. A leaf is compared with its record as soon as all its shards are there."""
   todo, leaves = [shard for shard in planned.shards if shard.name not in done], _Leaves(planned.out)
-  _check_space(place, sum(shard.size for shard in todo))
+  check_space(place, sum(shard.size for shard in todo))
   for shard in planned.shards:
     if shard.name in done:
       _refuse_leaves(place, planned, leaves.add(shard, done[shard.name]))
@@ -557,13 +400,13 @@ def _write_shard(directory: Path, planned: Export, shard: Shard, workers: int, p
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
       os.ftruncate(descriptor, shard.size)
-      _write_at(descriptor, shard.header, 0)
+      write_at(descriptor, shard.header, 0)
 
       def work(number: int) -> None:
         part = parts[number]
         data, checksum = _made(planned, part)
         assert data.nbytes == part.nbytes, f"{part.tensor.name}: {data.nbytes} bytes made of {part.nbytes}"
-        _write_at(descriptor, memoryview(data), part.offset)
+        write_at(descriptor, memoryview(data), part.offset)
         notes[number] = Note(checksum, google_crc32c.value(data))
         progress.add(data.nbytes)
 
@@ -601,27 +444,6 @@ def _made(planned: Export, part: Part) -> tuple[np.ndarray, int | None]:
   shape = (rows[1] - rows[0], *tensor.shape[1:])
   data = transforms.invert(tensor.leaf.transform, read.reshape(chunk.shape[len(chunk.piece.index) :]), shape)
   return np.ascontiguousarray(data).reshape(-1).view(np.uint8), checksum
-
-
-def _write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-  view = memoryview(data)
-  while view:  # One call moves at most 2 GiB.
-    count = os.pwrite(descriptor, view, offset)
-    view, offset = view[count:], offset + count
-
-
-def _check_result(directory: Path, planned: Export) -> None:
-  """What was written must be a checkpoint that `convert` takes: config.json describes it, and nothing is missing."""
-  with index.open_source(directory) as source:
-    plan.make_plan(source, plan.Options())
-    found = {name: _described(tensor) for name, tensor in source.tensors.items()}
-  expected = {t.name: (t.dtype, t.shape, t.offset) for shard in planned.shards for t in shard.tensors}
-  odd = [name for name in {**found, **expected} if found.get(name) != expected.get(name)]
-  assert not odd, f"written otherwise than planned: {listed(odd)}"
-
-
-def _described(tensor: StoredTensor) -> tuple[str, Shape, int]:
-  return tensor.dtype, tensor.shape, tensor.offset
 
 
 def _leave(place: Beside, planned: Export) -> None:

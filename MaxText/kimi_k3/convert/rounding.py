@@ -16,9 +16,10 @@ import numpy as np
 from kimi_k3.config import FP8_BLOCK
 from kimi_k3.convert import mxfp4, transforms
 from kimi_k3.convert.chunks import Chunk
+from kimi_k3.convert.database import UnreadableError
 from kimi_k3.convert.index import Source
 from kimi_k3.convert.mapping import Leaf, Piece
-from kimi_k3.convert.reader import Output, UnreadableError
+from kimi_k3.convert.reader import Output
 from kimi_k3.convert.transforms import Transform
 from kimi_k3.convert.write import leaf_name
 

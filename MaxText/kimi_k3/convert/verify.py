@@ -22,12 +22,13 @@ import yaml
 
 from kimi_k3 import checksums, maxtext_keys
 from kimi_k3.convert import chunks, diagnose, output, plan, rounding, write
+from kimi_k3.convert.database import Arrays, UnreadableError, chunk_faults, differing_arrays
 from kimi_k3.convert.explain import Explainer, Tally, expected_chunk, line
 from kimi_k3.convert.faults import MAX_LISTED, listed
 from kimi_k3.convert.index import Source
 from kimi_k3.convert.mapping import Leaf
 from kimi_k3.convert.progress import Progress
-from kimi_k3.convert.reader import Arrays, Output, UnreadableError, chunk_faults, differing_arrays
+from kimi_k3.convert.reader import Output
 from kimi_k3.convert.slices import Placed, Slices
 from kimi_k3.convert.storage import WEIGHT_DTYPE
 from kimi_k3.convert.unfinished import ITEMS

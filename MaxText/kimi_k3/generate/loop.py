@@ -93,12 +93,14 @@ class Request:
     stop_id: The token that ends a row; None: none does.
     sampler: How tokens are chosen.
     max_prompt: Longest padded prompt the engine takes.
+    ends: Whether a row ends with these ids, asked after each new token; None: only by stop_id or length.
   """
 
   max_new_tokens: int
   stop_id: int | None
   sampler: Sampler
   max_prompt: int
+  ends: Callable[[list[int]], bool] | None = None
 
 
 def generate(
@@ -194,7 +196,7 @@ def _append(row: Row, token: int, finite: bool, request: Request) -> None:
     row.finish_reason, row.error = "error", f"logits of new token {len(row.ids)} are not finite"
     return
   row.ids.append(token)
-  if token == request.stop_id:
+  if token == request.stop_id or (request.ends is not None and request.ends(row.ids)):
     row.finish_reason = "stop"
   elif len(row.ids) >= request.max_new_tokens:
     row.finish_reason = "length"

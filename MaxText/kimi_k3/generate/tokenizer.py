@@ -20,7 +20,7 @@ _LEAD = r"[^\r\n\p{L}\p{N}]?"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_PATTERN = "|".join((
+SPLIT_PATTERN = "|".join((
     _HAN,
     f"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTION}",
     f"{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTION}",
@@ -55,7 +55,7 @@ class TiktokenTokenizer:
     ids = [*ranks.values(), *special.values()]
     if len(set(ids)) < len(ids):
       raise InputError(f"{directory}: {TIKTOKEN_FILE} and {_CONFIG_FILE} give an id to two tokens")
-    self._encoding = tiktoken.Encoding("kimi", pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    self._encoding = tiktoken.Encoding("kimi", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special)
 
   def encode(self, text: str) -> list[int]:
     """Returns the ids of plain text."""

@@ -3,7 +3,7 @@
 MaxText's own loader casts dtypes, un-transposes, repeats a half-width array and ignores extra keys, and it makes the
 whole model from random numbers first. So tree, shapes and dtypes are compared here, from the checkpoint's metadata
 alone, and only an exact fit is loaded, straight into the shards that hold it. Beside a conversion's record the content
-of the smaller leaves is compared too.
+of the smaller leaves is compared too. Of what the trainer saved only the parameters are read.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from kimi_k3.errors import InputError
 
 _SHOWN = 6  # offenders named in full; more are counted
 _METADATA_FILE = "_METADATA"
+_UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a step that is being saved
+# Of a checkpoint: the parameters, and what the trainer saves beside them.
+_PARAMETERS, _TRAINERS = "params", ("opt_state", "step", "nnx_aux")
 RECORD_SCHEMA = 2  # of conversion.json
 UNFINISHED = ".unfinished/plan.json"  # below OUT while a conversion that commits by a marker is under way
 MARKERS = ("0/items/commit_success.txt", "0/commit_success.txt")  # below OUT when it is complete
@@ -47,25 +50,34 @@ def model_leaves(abstract_model: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
 def stored_leaves(path: str) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns shape and dtype of every leaf of the checkpoint `items` directory, without the `params.params.` before it.
 
+  What the trainer saves beside the parameters is left out.
+
   Raises:
-    InputError: if there is no complete Orbax checkpoint of parameters.
+    InputError: if there is no complete Orbax checkpoint of parameters, or it holds anything else.
   """
   import orbax.checkpoint as ocp
   from etils import epath
 
   if "://" not in path and not (pathlib.Path(path) / _METADATA_FILE).is_file():
     raise InputError(
-      f"load_parameters_path is {path!r}: no Orbax checkpoint there (no {_METADATA_FILE}); expected OUT/0/items"
+      f"load_parameters_path is {path!r}: no Orbax checkpoint there (no {_METADATA_FILE}); expected OUT/0/items, or "
+      "RUN/checkpoints/STEP/items of a training run"
     )
+  if _UNFINISHED in path:
+    raise InputError(f"load_parameters_path is {path!r}: by its name the trainer was killed while it saved that step")
   _check_key_value_store(path)
   try:
     metadata = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True).metadata(epath.Path(path))
-    tree = metadata.tree if hasattr(metadata, "tree") else metadata
-    params = tree["params"]["params"]
+    tree: Any = metadata.tree if hasattr(metadata, "tree") else metadata
+    params = tree[_PARAMETERS][_PARAMETERS]
+    others = [f"{_PARAMETERS}.{name}" for name in tree[_PARAMETERS] if name != _PARAMETERS]
+    others += [name for name in tree if name not in (_PARAMETERS, *_TRAINERS)]
   except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
     raise InputError(
       f"load_parameters_path is {path!r}: not a checkpoint of parameters: {' '.join(str(error).split())}"
     ) from error
+  if others:
+    raise InputError(f"load_parameters_path is {path!r}: holds {_shown(others)}, which this model has not")
   return {name: jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype)) for name, leaf in _flatten(params)}
 
 
@@ -124,15 +136,16 @@ def load_params(path: str, abstract: nnx.State, settings: Mapping[str, Any] | No
   # The handler alone: a Checkpointer waits for the other processes, and one that failed would let them hang.
   handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
   try:
-    restored = handler.restore(
-      epath.Path(path),
-      item={"params": {"params": target}},
-      restore_args={"params": {"params": restore_args}},
+    arguments = ocp.args.PyTreeRestore(
+      item={_PARAMETERS: {_PARAMETERS: target}},
+      restore_args={_PARAMETERS: {_PARAMETERS: restore_args}},
+      partial_restore=True,  # Without the optimizer's state. That the parameters are the model's was compared above.
     )
+    restored = handler.restore(epath.Path(path), args=arguments)
   except Exception as error:  # Orbax raises nothing narrower; what TensorStore said is the cause
     reason = " ".join(str(error.__cause__ or error).split())[:300]
     raise InputError(f"{path}: cannot be read: {reason}; convert again") from error
-  nnx.replace_by_pure_dict(abstract, restored["params"]["params"])
+  nnx.replace_by_pure_dict(abstract, restored[_PARAMETERS][_PARAMETERS])
   check_content({names[p]: v[...] for p, v in nnx.to_flat_state(abstract)}, recorded, path)
   return abstract
 
@@ -307,5 +320,8 @@ def _likely_cause(model: Mapping[str, jax.ShapeDtypeStruct], stored: Mapping[str
     return f"The checkpoint was written with scan_layers: {str(folded(stored)).lower()}: set that, or convert again"
   widths = {(leaf.dtype.name, stored[name].dtype.name) for name, leaf in model.items() if name in stored}
   if widths & {("float32", "bfloat16"), ("bfloat16", "float32")}:
-    return "Use the weight_dtype and float32_leaves of the decode.yml that was written with the checkpoint"
-  return "Use the decode.yml that was written with the checkpoint"
+    return (
+      "Use the weight_dtype and float32_leaves of the decode.yml that was written with the checkpoint, or of the "
+      "config that it was trained with"
+    )
+  return "Use the decode.yml that was written with the checkpoint, or the config that it was trained with"

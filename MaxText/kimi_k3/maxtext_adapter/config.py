@@ -10,6 +10,7 @@ from maxtext.common.common_types import DecoderBlockType
 from maxtext.configs import types
 
 from kimi_k3.config import (
+  TRAINED_EXPERTS,
   ComputeConfig,
   ExpertImplementation,
   KdaImplementation,
@@ -20,15 +21,16 @@ from kimi_k3.config import (
 )
 from kimi_k3.errors import InputError
 from kimi_k3.maxtext_keys import DECODER_BLOCK, from_maxtext, type_faults
-from kimi_k3.sharding import check_rules, with_own_rules
+from kimi_k3.sharding import check_rules, with_divisible_latents, with_own_rules
 
-ModelNames = Literal["kimi-k3", "kimi-linear-48b-a3b", "kimi-k3-tiny"]
+ModelNames = Literal["kimi-k3", "kimi-linear-48b-a3b", "kimi-k3-tiny", "kimi-k3-nano"]
 MODEL_NAMES: tuple[str, ...] = get_args(ModelNames)
 
 TOKENIZERS = {
   "kimi-k3": "moonshotai/Kimi-K3",
   "kimi-linear-48b-a3b": "moonshotai/Kimi-Linear-48B-A3B-Instruct",
   "kimi-k3-tiny": "moonshotai/Kimi-K3",
+  "kimi-k3-nano": "moonshotai/Kimi-K3",
 }
 
 
@@ -144,7 +146,7 @@ class KimiMaxTextConfig(types.MaxTextConfig):
       if fault := _batch_fault(data):
         raise ValueError(fault)
       if rules := data.get("logical_axis_rules"):
-        return data | {"logical_axis_rules": with_own_rules(rules)}
+        return data | {"logical_axis_rules": with_own_rules(_with_divisible_latents(rules, data))}
     return data
 
   @pydantic.model_validator(mode="after")
@@ -165,6 +167,22 @@ class KimiMaxTextConfig(types.MaxTextConfig):
     if faults:
       raise ValueError("; ".join(faults))
     return self
+
+
+def _with_divisible_latents(rules: Any, data: dict[str, Any]) -> Any:
+  """The rules, for the mesh that the settings name; where its size is left to the devices (-1) they stay."""
+  if data.get("partitioning") == "manual":
+    return rules
+  sizes = {}
+  for axis in data.get("mesh_axes") or ():
+    ici, dcn = (data.get(f"{kind}_{axis}_parallelism", 1) for kind in ("ici", "dcn"))
+    if type(ici) is int and type(dcn) is int and ici > 0 and dcn > 0:
+      sizes[axis] = ici * dcn
+  latents = {"q_lora": data.get("q_lora_rank"), "kv_lora": data.get("kv_lora_rank")}
+  try:
+    return with_divisible_latents(rules, latents, sizes)
+  except InputError as error:
+    raise ValueError(str(error)) from error
 
 
 def _batch_fault(data: dict[str, Any]) -> str | None:
@@ -246,27 +264,27 @@ _CHOICES = {
 }
 
 
-# Keys that would be parsed and ignored where the compiler partitions: (key, the only value there).
-_MANUAL_ONLY = {
-  "partition_mesh": None,
-  "partition_rules": None,
-  "mla_cache_cut": "sequence",
-  "mla_cache_dtype": None,
-  "prefill_cut": "sequence",
-  "prefill_chunk": None,
-  "expert_implementation": "reference",
-  "prefill_expert_implementation": None,
-  "kda_step_implementation": "portable",
-  "mla_step_implementation": "portable",
-  "mla_prefill_implementation": "portable",
-  "interpret_kernels": False,
+# Keys that would be parsed and ignored where the compiler partitions: (key, the values that are known there).
+_MANUAL_ONLY: dict[str, tuple[Any, ...]] = {
+  "partition_mesh": (None,),
+  "partition_rules": (None,),
+  "mla_cache_cut": ("sequence",),
+  "mla_cache_dtype": (None,),
+  "prefill_cut": ("sequence",),
+  "prefill_chunk": (None,),
+  "expert_implementation": ("reference", *TRAINED_EXPERTS),
+  "prefill_expert_implementation": (None,),
+  "kda_step_implementation": ("portable",),
+  "mla_step_implementation": ("portable",),
+  "mla_prefill_implementation": ("portable",),
+  "interpret_kernels": (False,),
 }
 
 
 def _unsupported(config: KimiMaxTextConfig):
   if config.partitioning == "auto":
-    for key, only in _MANUAL_ONLY.items():
-      if (value := getattr(config, key)) != only:
+    for key, known in _MANUAL_ONLY.items():
+      if (value := getattr(config, key)) not in known:
         yield f"{key} is {value!r}, which partitioning 'auto' does not know: set partitioning=manual"
   for key, only in _ONLY.items():
     value = _plain(getattr(config, key))

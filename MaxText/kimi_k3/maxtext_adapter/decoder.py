@@ -17,11 +17,12 @@ from maxtext.utils import max_utils
 
 from kimi_k3.block import Context
 from kimi_k3.cache import KDACache
-from kimi_k3.config import LayerKind
+from kimi_k3.config import TRAINED_EXPERTS, LayerKind
 from kimi_k3.decoder import Block, build_layers, run_layers
 from kimi_k3.kda.layer import KDA
 from kimi_k3.maxtext_adapter.config import architecture, compute_config
 from kimi_k3.maxtext_adapter.mla import KimiMLA
+from kimi_k3.sharding import expert_placement
 
 _SCAN_AXIS_NAME = "layers"
 
@@ -48,6 +49,9 @@ class KimiDecoder(nnx_decoders.NNXDecoder):
       rngs,
       scan=self.config.scan_layers,
       stack=_stack,
+      placement=expert_placement(mesh, self.config.logical_axis_rules)
+      if self.compute.expert_implementation in TRAINED_EXPERTS
+      else None,
     )
 
   def _make_attention(self, mesh: Any, kind: LayerKind, rngs: nnx.Rngs) -> nnx.Module:
@@ -137,6 +141,8 @@ class KimiDecoder(nnx_decoders.NNXDecoder):
     if step and tokens.shape[1] != 1:
       raise NotImplementedError(f"a decoding step takes one token a row, not {tokens.shape[1]}")
     packed = not one_document and model_mode != MODEL_MODE_PREFILL
+    if model_mode == MODEL_MODE_TRAIN and not self.config.packing:
+      packed = False
     valid, resets = (positions >= 0, None) if step else _segments(segment_ids, packed=packed)
     if valid is not None:
       embedded = jnp.where(valid[..., None], embedded, 0)  # a pad is 0 all the way up, whatever token stands in it
@@ -149,9 +155,9 @@ class KimiDecoder(nnx_decoders.NNXDecoder):
     return logits, hidden, chosen
 
   def _remat(self, model_mode: str):
-    if model_mode != MODEL_MODE_TRAIN or self.config.remat_policy == "none":
+    if model_mode != MODEL_MODE_TRAIN or self.config.remat_policy in (None, "none"):  # MaxText reads "none" as None
       return None
-    return functools.partial(jax.checkpoint, policy=self.get_remat_policy(), prevent_cse=False)
+    return functools.partial(jax.checkpoint, policy=self.get_remat_policy())
 
 
 def _segments(segment_ids: Array | None, *, packed: bool) -> tuple[Array | None, Array | None]:

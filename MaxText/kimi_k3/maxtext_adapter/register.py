@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import functools
 import importlib.metadata
+import inspect
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,10 @@ SUPPORTED_VERSIONS = ("0.2.5",)
 _ENUM_NAME = "KIMI_K3"
 _READERS = ("initialize", "initialize_pydantic", "_initialize_pydantic", "_prepare_for_pydantic")
 _MARK = "_kimi_k3"  # set on what we put in place, so that a second register() finds it
+
+
+class ConfigError(ValueError):
+  """A config of this family that cannot be read, in one line. MaxText's own readers let it pass."""
 
 
 def register() -> None:
@@ -39,13 +44,17 @@ def _register() -> None:
   from maxtext.configs import pyconfig, types
   from maxtext.layers import nnx_decoders
   from maxtext.models import models
+  from maxtext.optimizers import optimizers
   from maxtext.utils import globals as maxtext_globals
+  from maxtext.utils import maxtext_utils
 
   if getattr(models.NNXDecoder, _MARK, False):
     return
   block_types = common_types.DecoderBlockType
   _assert_seams(block_types, types.MaxTextConfig, models, nnx_decoders, pyconfig, maxtext_globals)
+  _assert_training_seams(optimizers, maxtext_utils)
   from kimi_k3.maxtext_adapter.config import TOKENIZERS, KimiMaxTextConfig
+  from kimi_k3.maxtext_adapter.training import with_flops, with_selection_bias
 
   member = _extend_enum(block_types, _ENUM_NAME, DECODER_BLOCK)
   for reader in (getattr(pyconfig, name) for name in _READERS):
@@ -53,6 +62,8 @@ def _register() -> None:
   pyconfig._initialize_pydantic = _with_our_models(pyconfig, KimiMaxTextConfig)
   maxtext_globals.HF_IDS.update(TOKENIZERS)
   models.NNXDecoder = _decoder_by_block(nnx_decoders.NNXDecoder, member)
+  optimizers.get_optimizer = with_selection_bias(optimizers.get_optimizer)
+  maxtext_utils.calculate_tflops_training_per_device = with_flops(maxtext_utils.calculate_tflops_training_per_device)
 
 
 def register_engine() -> None:
@@ -106,6 +117,18 @@ def _assert_seams(block_types, config_class, models, nnx_decoders, pyconfig, max
     raise RuntimeError(f"MaxText's seams have moved: {'; '.join(faults)}")
 
 
+def _assert_training_seams(optimizers: Any, maxtext_utils: Any) -> None:
+  expected = {
+    (optimizers, "get_optimizer"): ["config", "learning_rate_schedule", "model", "mesh"],
+    (maxtext_utils, "calculate_tflops_training_per_device"): ["config", "log"],
+  }
+  for (module, name), parameters in expected.items():
+    function = getattr(module, name, None)
+    found = list(inspect.signature(function).parameters) if callable(function) else None
+    if found != parameters:
+      raise RuntimeError(f"MaxText's seams have moved: {module.__name__}.{name} takes {found}, expected {parameters}")
+
+
 def _extend_enum(cls: Any, name: str, value: str) -> enum.Enum:
   """Adds a member to an enum that has no public way to do so."""
   member = object.__new__(cls)
@@ -140,7 +163,11 @@ def _with_our_models(pyconfig: Any, config_class: type) -> Callable[..., Any]:
 
   @functools.wraps(upstream)
   def initialize(argv: list[str] | None = None, config_class: type = config_class, **kwargs: Any) -> Any:
-    return upstream(argv, config_class, **_extra_settings(pyconfig, argv, kwargs), **kwargs)
+    try:
+      extra = _extra_settings(pyconfig, argv, kwargs)
+    except ValueError as error:
+      raise ConfigError(*error.args) from error
+    return upstream(argv, config_class, **extra, **kwargs)
 
   return initialize
 

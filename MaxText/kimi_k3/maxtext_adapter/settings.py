@@ -82,7 +82,7 @@ def read_config(path: str, settings: Sequence[str], **derived: Any) -> Any:
     with quiet():
       config = pyconfig.HyperParameters(pyconfig._initialize_pydantic(["", path, *settings], **extra))
   except pydantic.ValidationError as error:
-    raise InputError(f"{path}: {_validation_faults(error)}") from error
+    raise InputError(f"{path}: {validation_faults(error)}") from error
   except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
     raise InputError(f"{path}: {_key_fault(error)}") from error
   if config.decoder_block.value != DECODER_BLOCK:
@@ -114,7 +114,8 @@ def _compile_cache() -> dict[str, str]:
   return {} if directory is None else {"jax_cache_dir": directory}
 
 
-def _validation_faults(error: pydantic.ValidationError) -> str:
+def validation_faults(error: pydantic.ValidationError) -> str:
+  """Returns what pydantic found, in one line."""
   from kimi_k3.maxtext_adapter.config import MODEL_NAMES
 
   faults = []

@@ -18,8 +18,10 @@ from jaxtyping import Array, Float, Int
 from kimi_k3 import fp8_block_jax, mxfp4_jax
 from kimi_k3.activations import gated_activation
 from kimi_k3.config import ComputeConfig, KimiK3Config
+from kimi_k3.errors import InputError
 from kimi_k3.linear import random_matrix, random_packed
-from kimi_k3.sharding import EXPERT, EXPERT_EMBED, EXPERT_MLP
+from kimi_k3.moe.dropless import Matrices, dropless_experts, sharded_experts
+from kimi_k3.sharding import EXPERT, EXPERT_EMBED, EXPERT_MLP, Placement
 
 _MAX_TILE_ROWS = 128  # one MXU pass; more would only pad the experts with few rows
 
@@ -79,10 +81,14 @@ class Experts(nnx.Module):
   """w2(act(w1 x, w3 x)) of the chosen experts. `w1`, `w3` [E, L, F], `w2` [E, F, L], or packed as stored.
 
   In FP8 these hold codes, and `w1_scale_inv` [E, L/128, F/128] and so on their scales.
+
+  Where the compiler partitions, the implementation "dropless" must know its devices: `placement`, from
+  kimi_k3.sharding.expert_placement(mesh, rules), which is None on a single one.
   """
 
-  def __init__(self, config: KimiK3Config, compute: ComputeConfig, rngs: nnx.Rngs):
-    self.config, self.compute = config, compute
+  def __init__(self, config: KimiK3Config, compute: ComputeConfig, rngs: nnx.Rngs, placement: Placement | None = None):
+    self.config, self.compute, self.placement = config, compute, placement
+    _check_storage(config, compute)
     E, L, F = config.num_experts, config.expert_dim, config.expert_mlp_dim
     into, out = (EXPERT, EXPERT_EMBED, EXPERT_MLP), (EXPERT, EXPERT_MLP, EXPERT_EMBED)
     for name, shape, axes in (("w1", (E, L, F), into), ("w3", (E, L, F), into), ("w2", (E, F, L), out)):
@@ -103,9 +109,23 @@ class Experts(nnx.Module):
   def __call__(
     self, x: Float[Array, "N L"], ids: Int[Array, "N S"], weights: Float[Array, "N S"]
   ) -> Float[Array, "N L"]:
-    """Returns the weighted sum over each token's experts, in float32."""
-    assert self.compute.expert_implementation == "reference", self.compute.expert_implementation
-    return apply_experts(x, ids, weights, self.config.num_experts, self._expert)
+    """Returns the weighted sum over each token's experts, in float32.
+
+    Raises:
+      InputError: if the named implementation is one of the manual partitioning.
+    """
+    if self.compute.expert_implementation == "reference":
+      return apply_experts(x, ids, weights, self.config.num_experts, self._expert)
+    if self.compute.expert_implementation != "dropless":
+      raise InputError(
+        f"expert_implementation is {self.compute.expert_implementation!r}, where the compiler partitions expected "
+        "'reference' or 'dropless': set one of them, or partitioning=manual"
+      )
+    matrices = Matrices(*(getattr(self, name)[...] for name in Matrices._fields))
+    how = {"config": self.config, "compute": self.compute}
+    if self.placement is None:
+      return dropless_experts(x, ids, weights, matrices, **how)
+    return sharded_experts(x, ids, weights, matrices, self.placement, **how)
 
   @property
   def num_here(self) -> int:
@@ -178,6 +198,16 @@ class Experts(nnx.Module):
       precision=self.compute.precision,
       preferred_element_type=jnp.float32,
     )
+
+
+def _check_storage(config: KimiK3Config, compute: ComputeConfig) -> None:
+  """Raises InputError if the experts are to have a gradient and are stored as codes, which have none."""
+  for key in ("packed_modules", "fp8_modules"):
+    if compute.expert_implementation == "dropless" and "experts" in (modules := getattr(config, key)):
+      raise InputError(
+        f"expert_implementation 'dropless' trains experts in bfloat16 or float32, found {key} = {list(modules)}: take "
+        f"experts out of {key}, or use 'reference'"
+      )
 
 
 def _take(stack: Array, e: Int[Array, ""] | tuple[Int[Array, ""], Int[Array, ""]]) -> Array:

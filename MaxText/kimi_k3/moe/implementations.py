@@ -5,6 +5,8 @@
   decode_kernel   TPU, interpret mode   float4, nibbles   few tokens: only experts that were hit are read
   grouped         TPU with float4       float4            many tokens: tokamax's grouped matrix product
 
+A fourth, dropless, has a gradient: see kimi_k3.moe.dropless. It takes no packed experts, so it is not run here.
+
 Each takes the stack of several layers and the layer's number, and never copies a layer out of the stack.
 """
 
@@ -128,6 +130,11 @@ def run_experts(
 
 
 def _check_name(implementation: str) -> None:
+  if implementation == "dropless":
+    raise InputError(
+      "expert_implementation 'dropless' is for training, with experts that are not packed and where the compiler "
+      "partitions: set partitioning=auto and packed_modules=[], or use 'reference'"
+    )
   if implementation not in EXPERT_IMPLEMENTATIONS:
     raise InputError(
       f"expert_implementation is {implementation!r}, expected one of {', '.join(EXPERT_IMPLEMENTATIONS)}"

@@ -15,7 +15,7 @@ from kimi_k3.linear import Linear, matrix
 from kimi_k3.moe.experts import Experts
 from kimi_k3.moe.router import Router
 from kimi_k3.norms import RMSNorm
-from kimi_k3.sharding import EMBED, LATENT, MLP
+from kimi_k3.sharding import EMBED, LATENT, MLP, Placement
 from kimi_k3.spmd.collectives import Collectives
 
 # Of all devices, gathered to the experts: input and sums in float32 are 336 MiB on each. A piece reads the experts that
@@ -59,10 +59,10 @@ class LatentMoE(nnx.Module):
   Without a latent (Kimi-Linear) the experts see h itself and there is neither down_proj, norm nor up_proj.
   """
 
-  def __init__(self, config: KimiK3Config, compute: ComputeConfig, rngs: nnx.Rngs):
+  def __init__(self, config: KimiK3Config, compute: ComputeConfig, rngs: nnx.Rngs, placement: Placement | None = None):
     self.config, self.compute = config, compute
-    self.router = Router(config, compute, rngs)
-    self.experts = Experts(config, compute, rngs)
+    self.router = Router(config, compute, rngs, placement)
+    self.experts = Experts(config, compute, rngs, placement)
     if config.expert_latent_dim is not None:
       size, latent = config.hidden_size, config.expert_latent_dim
       packed, fp8 = "latent" in config.packed_modules, "dense" in config.fp8_modules
@@ -75,13 +75,22 @@ class LatentMoE(nnx.Module):
       packed = "shared_experts" in config.packed_modules
       self.shared_experts = GatedMLP(config, config.shared_mlp_dim, packed=packed, compute=compute, rngs=rngs)
 
-  def __call__(self, h: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Int[Array, "B T S"]]:
-    """Returns the layer's output in the compute dtype and the chosen experts, best selection score first."""
+  def __call__(
+    self, h: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None
+  ) -> tuple[Float[Array, "B T D"], Int[Array, "B T S"]]:
+    """Returns the layer's output in the compute dtype and the chosen experts, best selection score first.
+
+    Args:
+      h: Hidden state.
+      valid: Real tokens; None: all are. A pad asks for no expert and counts in no expert's load.
+    """
     config, rows = self.config, h.reshape(-1, h.shape[-1])
-    ids, weights = self.router(rows)
+    real = None if valid is None else valid.reshape(-1)
+    ids, weights = self.router(rows, real)
+    wanted = ids if real is None else jnp.where(real[:, None], ids, config.num_experts)
     latent = config.expert_latent_dim is not None
     x = self.down_proj(rows) if latent else rows
-    y = self.experts(x, ids, weights).astype(self.compute.dtype)
+    y = self.experts(x, wanted, weights).astype(self.compute.dtype)
     if latent:
       if config.latent_moe_use_norm:
         y = self.norm(y)

@@ -49,3 +49,24 @@ def test_a_module_runs_as_the_main_one_with_its_arguments_and_its_exit_code(entr
 )
 def test_what_is_no_module_of_maxtext_is_refused(refused, module, said):
   assert said in refused("run", module, "config.yml")
+
+
+def test_train_compile_without_the_tpu_compiler_is_refused_in_one_line(refused, monkeypatch):
+  monkeypatch.setattr("kimi_k3.capacity.topology.has_libtpu", lambda: False)
+  said = refused("run", "maxtext.trainers.pre_train.train_compile", "configs/train-full.yml")
+  assert said.startswith(
+    "train_compile: no libtpu found, expected the TPU compiler in this environment: `make install`"
+  )
+
+
+@pytest.mark.parametrize(
+  ("settings", "said"),
+  [
+    (["no_such_key=1"], "unknown key no_such_key"),
+    (["steps=many"], "steps: Input should be a valid integer"),
+    (["ici_pipeline_parallelism=2"], "ici_pipeline_parallelism is 2: not supported by this model"),
+  ],
+)
+def test_a_config_that_is_refused_is_one_line(entry_point, refused, five_layers, settings, said):
+  message = refused("run", entry_point, str(five_layers / "decode.yml"), "run_name=x", *settings)
+  assert said in message

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kimi_k3.convert import appear, beside, export, index, reader, slicing
+from kimi_k3.convert import appear, beside, export, index, reader, shards, slicing
 from kimi_k3.convert.beside import Beside
 from kimi_k3.errors import InputError
 
@@ -231,7 +231,7 @@ def test_an_export_killed_before_any_change_ends_well_when_started_again(
 
   def run(target: Path, planned=planned) -> None:
     if export.check_target(target, planned, overwrite=there):
-      export.tidy(target)
+      shards.tidy(target)
     else:
       export.export(target, planned, workers=1, overwrite=there)
 

@@ -149,3 +149,22 @@ def test_decode_loads_from_the_bucket_and_refuses_it_without_the_marker(service,
   result = kimi_k3(*words)
   assert result.returncode == 2
   assert "commit marker" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_trainers_step_is_exported_from_the_bucket(bucket, tiny_checkpoint, trained_step, tmp_path):
+  from kimi_k3.convert import trained, training_step
+
+  made = tiny_checkpoint("--layers", "12", "--set", "num_experts=4", "--set", "num_experts_per_token=2")
+  for number, (name, data) in enumerate(files(trained_step(made, "--scan")).items(), 1):
+    bucket.objects[f"models/run/checkpoints/7/{name}"] = (number, data)
+  with index.open_source(made) as released:
+    config = plan.make_plan(released, Options(experts="bf16")).config
+    step = training_step.open_training(
+      "gs://some-bucket/models/run/checkpoints/7", config, scan=True, weight_dtype="float32"
+    )
+    planned = trained.plan_export(step, experts=None, shard_bytes=10**9)
+    trained.export(tmp_path / "hf", planned, workers=2, overwrite=False)
+    with index.open_source(tmp_path / "hf") as back:
+      for name in storage.text_tensors(released):
+        assert back.read(name).tobytes() == released.read(name).tobytes()

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kimi_k3.convert import export, index, plan, reader, storage
+from kimi_k3.convert import database, export, index, plan, reader, storage
 from kimi_k3.errors import InputError
 
 FEW = ("--layers", "5", "--set", "num_experts=4", "--set", "num_experts_per_token=2")
@@ -153,7 +153,7 @@ def test_a_damaged_chunk_leaves_nothing_and_the_next_run_keeps_the_shards_that_w
   at = whole.index(head.tobytes())
   path.write_bytes(whole[: at + 40] + bytes([whole[at + 40] ^ 1]) + whole[at + 41 :])
   target, partial = tmp_path / "hf", tmp_path / "hf.partial"
-  with pytest.raises(reader.UnreadableError, match=r"decoder\.logits_dense\.kernel: fails its own checksum"):
+  with pytest.raises(database.UnreadableError, match=r"decoder\.logits_dense\.kernel: fails its own checksum"):
     exported(out, target, shard_bytes=100_000)
   assert not target.exists()
   done = {path.name: path.stat().st_mtime_ns for path in partial.glob("out/*.safetensors")}

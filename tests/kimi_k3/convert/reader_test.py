@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from kimi_k3.convert import index, plan, reader
+from kimi_k3.convert import database, index, plan, reader
 from kimi_k3.convert.write import leaf_name
 from kimi_k3.errors import InputError
 
@@ -58,7 +58,7 @@ def test_the_record_implies_the_tree_that_is_there(few, convert, url, options):
     leaf_name(leaf): (leaf.shape, leaf.dtype) for leaf in planned.leaves
   }
   assert (arrays.damaged, arrays.strays) == ({}, ())
-  assert reader.chunk_faults(arrays) == reader.differing_arrays(planned.leaves, arrays) == {}
+  assert database.chunk_faults(arrays) == database.differing_arrays(planned.leaves, arrays) == {}
 
 
 def test_parts_of_leaves_are_read(few):
@@ -80,10 +80,10 @@ def test_a_missing_chunk_is_an_error_and_not_zeros(out):
   kvstore.write(f"params.params.{EXPERTS}/c/2/0/0", None).result()
   opened = reader.open_output(out)
   assert opened.arrays.held[EXPERTS].missing == ("c/2/0/0",)
-  with pytest.raises(reader.UnreadableError, match=f"{EXPERTS}: is missing"):
+  with pytest.raises(database.UnreadableError, match=f"{EXPERTS}: is missing"):
     opened.read(EXPERTS, (slice(2, 3),))
   assert opened.read(EXPERTS, (slice(1, 2),)).any()
-  with pytest.raises(reader.UnreadableError, match=r"decoder\.nothing: is missing"):
+  with pytest.raises(database.UnreadableError, match=r"decoder\.nothing: is missing"):
     opened.read("decoder.nothing")
 
 

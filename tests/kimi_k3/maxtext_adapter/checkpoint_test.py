@@ -152,7 +152,8 @@ def test_all_kinds_of_faults_are_listed_and_the_rest_is_counted():
   assert str(error.value) == (
     "OUT/0/items does not fit the config: layer.rate is missing; extra_0 is not part of the model; "
     "extra_1 is not part of the model; extra_2 is not part of the model; extra_3 is not part of the model; "
-    "extra_4 is not part of the model and 2 more. Use the decode.yml that was written with the checkpoint"
+    "extra_4 is not part of the model and 2 more. Use the decode.yml that was written with the checkpoint, or the "
+    "config that it was trained with"
   )
 
 
@@ -164,6 +165,35 @@ def test_the_other_form_of_scan_layers_is_recognised(folded):
   model, stored = (unrolled, scanned) if folded else (scanned, unrolled)
   with pytest.raises(InputError, match=f"written with scan_layers: {str(folded).lower()}: set that, or convert again"):
     check_fit(model, stored, "OUT")
+
+
+def trainers(**more: Any) -> dict[str, Any]:
+  """The tree of a training run's checkpoint, with more beside it."""
+  moments = [{"mu": {"params": nested(arrays())}, "count": jnp.ones(3, jnp.int32)}]
+  streams = {"model": {"layer": {"rngs": {"params": {"count": jnp.zeros((), jnp.uint32)}}}}}
+  return {"params": {"params": nested(arrays())}, "opt_state": moments, "step": jnp.int32(7), "nnx_aux": streams} | more
+
+
+def test_of_what_the_trainer_saved_the_parameters_are_loaded(tmp_path):
+  items = save(tmp_path / "checkpoints" / "7" / "items", trainers())
+  assert stored_leaves(items) == NAMES
+  loaded = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(load_params(items, abstract()))}
+  expected = {".".join(path): array for path, array in arrays().items()}
+  assert loaded.keys() == expected.keys()
+  for name, array in expected.items():
+    assert (loaded[name].dtype, loaded[name].tolist()) == (array.dtype, array.tolist())
+
+
+def test_what_neither_a_conversion_nor_the_trainer_writes_is_named(tmp_path):
+  tree = trainers(params={"params": nested(arrays()), "tables": {"t": jnp.zeros(3)}}, ema={"w": jnp.zeros(3)})
+  with pytest.raises(InputError, match=r"items': holds params\.tables; ema, which this model has not"):
+    load_params(save(tmp_path / "items", tree), abstract())
+
+
+def test_a_step_that_was_being_saved_is_told(saved, tmp_path):
+  path = shutil.copytree(saved, tmp_path / "7.orbax-checkpoint-tmp" / "items")
+  with pytest.raises(InputError, match="the trainer was killed while it saved that step"):
+    load_params(str(path), abstract())
 
 
 def test_a_path_without_a_checkpoint_is_told(tmp_path):

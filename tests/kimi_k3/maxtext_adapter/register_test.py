@@ -36,7 +36,9 @@ from maxtext.common import common_types
 from maxtext.configs import pyconfig, types
 from maxtext.layers import nnx_decoders
 from maxtext.models import models
+from maxtext.optimizers import optimizers
 from maxtext.utils import globals as maxtext_globals
+from maxtext.utils import maxtext_utils
 
 READERS = ("initialize", "initialize_pydantic", "_initialize_pydantic", "_prepare_for_pydantic")
 UPSTREAM_READERS = {name: getattr(pyconfig, name) for name in READERS}
@@ -54,6 +56,8 @@ def snapshot():
     "config fields": sorted(types.MaxTextConfig.model_fields),
     "blocks": [str(member) for member in block],
     "tokenizers": sorted(tokenizers),
+    "optimizer": id(getattr(optimizers, "get_optimizer", None)),
+    "FLOPs": id(getattr(maxtext_utils, "calculate_tflops_training_per_device", None)),
   }
 
 def changed(before):
@@ -87,6 +91,8 @@ methods = ("_init_decoder_layers", "_apply_embedding", "apply_output_head", "get
 seams += [Moved(nnx_decoders.NNXDecoder, name, delete=True) for name in methods]
 seams += [Moved(pyconfig, name, delete=True) for name in ("_resolve_or_infer_config", "_load_config", *READERS)]
 seams += [Moved(maxtext_globals, "HF_IDS", delete=True)]
+seams += [Moved(optimizers, "get_optimizer", delete=True)]
+seams += [Moved(maxtext_utils, "calculate_tflops_training_per_device", lambda config: 0)]
 found["moved seams"] = {}
 for seam in seams:
   with seam:
@@ -135,9 +141,9 @@ def test_importing_the_package_changes_nothing_in_maxtext(found):
 
 
 def test_registration_changes_these_places_only(found):
-  assert found["registration"] == ["blocks", "decoder", "defaults", "readers", "tokenizers"]
+  assert found["registration"] == ["FLOPs", "blocks", "decoder", "defaults", "optimizer", "readers", "tokenizers"]
   assert found["new blocks"] == ["DecoderBlockType.KIMI_K3"]
-  assert found["new tokenizers"] == ["kimi-k3", "kimi-k3-tiny", "kimi-linear-48b-a3b"]
+  assert found["new tokenizers"] == ["kimi-k3", "kimi-k3-nano", "kimi-k3-tiny", "kimi-linear-48b-a3b"]
   assert found["config class of the readers"] == ["KimiMaxTextConfig"]
 
 
@@ -174,6 +180,15 @@ def test_our_block_is_a_member_of_the_enum_like_any_other(found):
     ("pyconfig._initialize_pydantic", "pyconfig._initialize_pydantic has no default config class"),
     ("pyconfig._prepare_for_pydantic", "pyconfig._prepare_for_pydantic has no default config class"),
     ("globals.HF_IDS", "globals.HF_IDS is no dict"),
+    (
+      "optimizers.get_optimizer",
+      "maxtext.optimizers.optimizers.get_optimizer takes None, expected ['config', 'learning_rate_schedule', 'model', "
+      "'mesh']",
+    ),
+    (
+      "maxtext_utils.calculate_tflops_training_per_device",
+      "maxtext.utils.maxtext_utils.calculate_tflops_training_per_device takes ['config'], expected ['config', 'log']",
+    ),
   ],
 )
 def test_a_seam_that_has_moved_is_named_and_nothing_is_patched(found, seam, said):
@@ -183,7 +198,7 @@ def test_a_seam_that_has_moved_is_named_and_nothing_is_patched(found, seam, said
 
 
 def test_refusals_leave_no_trace(found):
-  assert len(found["moved seams"]) == 18
+  assert len(found["moved seams"]) == 20
   assert found["after the refusals"] == []
 
 

@@ -177,3 +177,16 @@ def test_the_dense_mlp_is_the_references(k3_tiny, k3_config, float32_compute):
   x = np.float32(np.random.default_rng(0).standard_normal((2, 3, k3_config.hidden_size)))
   expected = k3_reference.gated_mlp(ckpt, "model.layers.0.mlp", x.astype(np.float64))
   np.testing.assert_allclose(mlp(jnp.asarray(x)), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("experts", ["reference", "dropless"])
+def test_a_pad_asks_for_no_expert_and_changes_no_other_token(experts, kimi_linear_config, float32_compute):
+  compute = dataclasses.replace(float32_compute, expert_implementation=experts)
+  moe = LatentMoE(kimi_linear_config, compute, nnx.Rngs(0))
+  h = jax.random.normal(jax.random.key(0), (2, 9, kimi_linear_config.hidden_size))
+  valid = jnp.arange(9)[None, :] < jnp.array([9, 5])[:, None]
+  found, ids = moe(h, valid)
+  expected, all_ids = moe(h)
+  np.testing.assert_array_equal(ids, all_ids)
+  np.testing.assert_allclose(found[valid], expected[valid], rtol=0, atol=1e-6 * np.abs(expected).max())
+  np.testing.assert_allclose(found[~valid], moe.shared_experts(h)[~valid], rtol=0, atol=1e-6 * np.abs(expected).max())

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import k3_reference
-from kimi_k3.moe.router import Router, route
+from kimi_k3.moe.router import BIAS_GRADIENT_SCALE, Router, route, with_load_gradient
 
 pytestmark = [pytest.mark.strict_ranks, pytest.mark.usefixtures("unsharded")]
 
@@ -124,3 +124,73 @@ def test_the_bias_is_stored_as_the_checkpoint_stores_it(config, dtype, request, 
   compute = dataclasses.replace(float32_compute, weight_dtype=jnp.bfloat16)
   router = Router(request.getfixturevalue(config), compute, nnx.Rngs(0))
   assert (router.kernel[...].dtype, router.bias[...].dtype) == (jnp.bfloat16, dtype)
+
+
+def bias_gradient(router: Router, x, valid=None, loss=jnp.sum):
+  """The gradient of the bias, whatever the loss of the weights."""
+  graph, params = nnx.split(router, nnx.Param)
+  return jax.jit(jax.grad(lambda p: loss(nnx.merge(graph, p)(x, valid)[1])))(params)["bias"][...]
+
+
+def loads(router: Router, x) -> np.ndarray:
+  return np.bincount(np.asarray(router(x)[0]).ravel(), minlength=router.config.num_experts)
+
+
+def make_router(config, compute) -> Router:
+  router = Router(config, compute, nnx.Rngs(0))
+  router.bias[...] = jax.random.normal(jax.random.key(0), router.bias[...].shape) * 0.1
+  return router
+
+
+def rows(config, count: int):
+  return jax.random.normal(jax.random.key(1), (count, config.hidden_size))
+
+
+def test_the_gradient_of_the_bias_is_each_experts_load_less_the_mean(k3_config, float32_compute):
+  router, x = make_router(k3_config, float32_compute), rows(k3_config, 50)
+  load = loads(router, x)
+  expected = BIAS_GRADIENT_SCALE * (load - load.mean())
+  assert np.any(expected)
+  for loss in (lambda weights: 1e6 * jnp.sum(weights**2), lambda weights: 0 * jnp.sum(weights)):
+    np.testing.assert_allclose(bias_gradient(router, x, loss=loss), expected, rtol=1e-6)
+
+
+def test_the_gradients_of_the_scores_are_those_without_it():
+  scores, bias = jax.random.uniform(jax.random.key(0), (20, 16)), jax.random.uniform(jax.random.key(1), (16,))
+  options = {"num_selected": 4, "renormalize": True, "scaling": 2.0}
+
+  def loss(scores, bias, with_it: bool):
+    ids, weights = route(scores, bias, **options)
+    weights = with_load_gradient(weights, bias, ids, None) if with_it else weights
+    return jnp.sum(jnp.cos(weights * jnp.arange(4.0)[None, :])), weights
+
+  (found, weights), (expected, plain) = (
+    jax.jit(jax.grad(loss, has_aux=True), static_argnums=2)(scores, bias, flag) for flag in (True, False)
+  )
+  np.testing.assert_array_equal(weights, plain)
+  np.testing.assert_array_equal(found, expected)
+
+
+def test_pads_count_in_no_load(k3_config, float32_compute):
+  router, x = make_router(k3_config, float32_compute), rows(k3_config, 50)
+  valid = jnp.arange(50) % 3 > 0
+  found = bias_gradient(router, x, valid)
+  np.testing.assert_allclose(found, bias_gradient(router, x[valid]), rtol=1e-6)
+  assert np.any(found != bias_gradient(router, x))
+
+
+def test_gradients_of_parts_of_a_batch_add_up_and_rematerialisation_changes_none(k3_config, float32_compute):
+  router, x = make_router(k3_config, float32_compute), rows(k3_config, 64)
+  parts = sum(bias_gradient(router, part) for part in (x[:10], x[10:]))
+  whole = bias_gradient(router, x)
+  np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-6 * np.abs(whole).max())
+  graph, params = nnx.split(router, nnx.Param)
+  once_more = jax.checkpoint(lambda p: jnp.sum(nnx.merge(graph, p)(x)[1]))
+  np.testing.assert_array_equal(jax.jit(jax.grad(once_more))(params)["bias"][...], whole)
+
+
+def test_no_norm_of_gradients_sees_the_largest_load():
+  """1e7 tokens that all choose one expert; and the load of one token in 1e7 is still no 0 after a mean of 100 parts."""
+  largest, smallest = (jnp.float32(BIAS_GRADIENT_SCALE) * n for n in (1e7, 1e-3))
+  assert jnp.square(largest) == 0
+  assert smallest / 100 > jnp.finfo(jnp.float32).tiny

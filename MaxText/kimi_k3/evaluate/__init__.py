@@ -1,0 +1,1 @@
+"""Measuring a model: perplexity of a text, exact match of answers."""

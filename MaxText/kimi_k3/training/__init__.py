@@ -1,0 +1,1 @@
+"""Training: what a step costs in arithmetic."""
