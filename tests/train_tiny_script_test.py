@@ -209,7 +209,8 @@ def test_a_damaged_line_of_metrics_is_named(script):
 
 # The real thing
 
-SMALL = [f"steps={STEPS}", "checkpoint_period=2", "per_device_batch_size=2", "max_target_length=64"]
+SMALL_STEPS = 6
+SMALL = [f"steps={SMALL_STEPS}", "checkpoint_period=2", "per_device_batch_size=2"]
 
 
 def real(out: Path) -> subprocess.Popen[str]:
@@ -229,11 +230,11 @@ def test_a_run_that_is_killed_goes_on_to_the_same_losses_and_a_checkpoint_that_i
   whole = real(tmp_path / "whole")
   said = whole.communicate(timeout=3000)[0]
   stored = (REPO / "tests" / "golden" / "k3-nano" / "checkpoint").exists()
-  assert whole.returncode == (1 if stored else 0), said  # of four steps the model is bad
+  assert whole.returncode == (1 if stored else 0), said  # of so few steps the model is bad
   assert "perplexity of the held-out text" in said
   assert "of 35" in said
   losses = read((tmp_path / "whole" / "metrics.jsonl").read_text())
-  assert [row[0] for row in losses] == list(range(STEPS))
+  assert [row[0] for row in losses] == list(range(SMALL_STEPS))
 
   killed = real(tmp_path / "killed")
   deadline = time.monotonic() + 1500
@@ -241,10 +242,12 @@ def test_a_run_that_is_killed_goes_on_to_the_same_losses_and_a_checkpoint_that_i
     time.sleep(0.05)
   os.killpg(killed.pid, signal.SIGKILL)
   killed.communicate()
+  with (tmp_path / "killed" / ".lock").open("w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)  # until the trainer is gone, whose memory takes a while to be given back
   again = real(tmp_path / "killed")
   said = again.communicate(timeout=3000)[0]
   assert again.returncode == whole.returncode, said
-  # The last step: computed from the state of the checkpoint and the next of the data. Same machine, same program.
-  assert read((tmp_path / "killed" / "metrics.jsonl").read_text())[-1] == losses[-1]
+  # The steps after the checkpoint: from its state and the data that comes next. Same machine, same program, same bits.
+  assert read((tmp_path / "killed" / "metrics.jsonl").read_text())[-3:] == losses[-3:]
   shards = [sorted((tmp_path / name / "checkpoint").glob("*.safetensors")) for name in ("whole", "killed")]
   assert [path.read_bytes() for path in shards[0]] == [path.read_bytes() for path in shards[1]]

@@ -126,6 +126,20 @@ class Placement:
       )
 
 
+def cut_axes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, rules: Rules, *names: str) -> list[tuple[str, ...]]:
+  """Returns the mesh axes of size > 1 that cut each logical axis of one array.
+
+  Args:
+    mesh: The devices.
+    rules: Logical axis rules, which an array's axes pass through together: what one axis took, no other gets.
+    names: Logical axes of the array.
+  """
+  spec = logical_to_mesh_axes(names, rules=tuple((name, cut) for name, cut in rules))
+  assert spec is not None
+  parts = (*map(_as_tuple, spec), *((),) * len(names))  # the end of a spec may be left out
+  return [tuple(axis for axis in part if mesh.shape[axis] > 1) for part in parts[: len(names)]]
+
+
 def expert_placement(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, rules: Rules) -> Placement | None:
   """Returns where the rules put tokens and routed experts; None on a single device.
 
@@ -135,14 +149,8 @@ def expert_placement(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, rules:
   """
   if mesh.size == 1:
     return None
-
-  def axes(*names: str) -> list[tuple[str, ...]]:
-    spec = logical_to_mesh_axes(names, rules=tuple((name, cut) for name, cut in rules))
-    assert spec is not None
-    parts = (*map(_as_tuple, spec), *((),) * len(names))  # the end of a spec may be left out
-    return [tuple(axis for axis in part if mesh.shape[axis] > 1) for part in parts[: len(names)]]
-
-  (tokens,), (experts, inputs, widths) = axes(TOKEN_BATCH), axes(EXPERT, EXPERT_EMBED, EXPERT_MLP)
+  (tokens,) = cut_axes(mesh, rules, TOKEN_BATCH)
+  experts, inputs, widths = cut_axes(mesh, rules, EXPERT, EXPERT_EMBED, EXPERT_MLP)
   return Placement(mesh, tokens, experts, widths, inputs)
 
 

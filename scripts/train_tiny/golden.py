@@ -2,8 +2,8 @@
 
     python scripts/train_tiny/golden.py CHECKPOINT OUT --prompts PROMPTS.json
 
-PROMPTS.json is a list of texts. OUT/golden.npz is what tests/reference/make_golden.py stores of prompts, OUT/golden.json
-the smallest gaps that rounding would have to bridge, the hashes of the checkpoint, and the texts.
+PROMPTS.json is a list of texts. OUT/golden.npz is what tests/reference/make_golden.py stores of prompts,
+OUT/golden.json the smallest gaps that rounding would have to bridge, the hashes of the checkpoint, and the texts.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "MaxText"), str(ROOT / "tests" / "reference")]
 
 from k3_reference import load_checkpoint  # noqa: E402
-from make_golden import make_golden  # noqa: E402
-
 from kimi_k3.generate.tokenizer import load_tokenizer  # noqa: E402
+from make_golden import make_golden  # noqa: E402
 
 
 def main() -> None:

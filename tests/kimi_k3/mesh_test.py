@@ -57,7 +57,8 @@ def run(tmp_path: Path) -> Callable[..., Any]:
 @pytest.mark.parametrize(("case_name", "mesh"), CASES, ids=mesh_id)
 def test_a_mesh_answers_as_the_golden_case_and_each_device_holds_its_share(case_name, mesh, request, run, convert):
   case = request.getfixturevalue(case_name)
-  answer = run(mesh, converted=str(convert(case.checkpoint, "--scan")), prompts=case.prompts, new_tokens=len(case.greedy[0]))
+  new_tokens = len(case.greedy[0])
+  answer = run(mesh, converted=str(convert(case.checkpoint, "--scan")), prompts=case.prompts, new_tokens=new_tokens)
   for i, found in enumerate(answer["logits"]):
     expected = case.arrays[f"logits_{i}"]
     assert np.abs(np.array(found) - expected[-1]).max() <= TOLERANCE * np.abs(expected).max()

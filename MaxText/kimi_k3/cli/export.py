@@ -139,9 +139,7 @@ def _export_training(args: argparse.Namespace, shard_bytes: int, workers: int) -
   from kimi_k3.maxtext_adapter.config import architecture
   from kimi_k3.maxtext_adapter.settings import read_config
 
-  # The run's data are not looked at, and need not be here.
-  data = [] if any(setting.startswith("dataset_type=") for setting in args.settings) else ["dataset_type=synthetic"]
-  config = read_config(args.config, [*args.settings, *data])
+  config = read_config(args.config, args.settings)
   training = training_step.open_training(
     args.out, architecture(config), scan=config.scan_layers, weight_dtype=config.weight_dtype.name
   )

@@ -77,5 +77,9 @@ def _one_line(arguments: Sequence[str]) -> Iterator[None]:
     yield
   except pydantic.ValidationError as error:
     raise InputError(f"{config}: {validation_faults(error)}") from error
+  except AssertionError as error:
+    if not str(error).startswith("Number of devices per slice"):  # what MaxText says of a mesh
+      raise
+    raise InputError(f"{config}: {' '.join(str(error).split())}: set the ici_* sizes so that they do") from error
   except ConfigError as error:
     raise InputError(f"{config}: {' '.join(str(error).split())}") from error

@@ -48,7 +48,7 @@ from kimi_k3.convert.shards import (
   plan_shards,
   write_at,
 )
-from kimi_k3.convert.training_step import ANOTHER_STEP, Training
+from kimi_k3.convert.training_step import ANOTHER_STEP, Training, steps_of
 from kimi_k3.convert.write import leaf_name, run_all
 from kimi_k3.errors import InputError
 
@@ -135,7 +135,7 @@ def plan_export(
   }
   check_plan(config, shards)
   files[INDEX_FILE] = index_file(shards, identity)
-  places = () if store.is_url(training.path) else (Path(training.path),)
+  places = () if store.is_url(training.path) else (steps_of(training.path),)
   if tokenizer is not None:
     places = (*places, appear.local(tokenizer))
   return TrainedExport(shards=shards, files=files, identity=identity, places=places, training=training, experts=chosen)
@@ -295,7 +295,7 @@ class _Writer:
     weights = transforms.invert(leaf.transform, read, rows)
     data = weights
     if stored_dtype == "BF16" and weights.dtype == np.float32:
-      with np.errstate(over="ignore"):  # An infinity is a fault, named below.
+      with np.errstate(over="ignore", invalid="ignore"):  # What is not finite is a fault, named below.
         data = weights.astype(ml_dtypes.bfloat16)
     if not self._is_finite(leaf, weights, data):
       return 0

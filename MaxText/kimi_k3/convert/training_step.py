@@ -19,10 +19,13 @@ from kimi_k3.convert import appear, hf_config, mapping, output, storage, store
 from kimi_k3.convert.database import Database, chunk_faults, differing_arrays
 from kimi_k3.convert.faults import refuse_any
 from kimi_k3.convert.mapping import Leaf, StoredForm
+from kimi_k3.convert.progress import say
 from kimi_k3.convert.write import leaf_name
 from kimi_k3.errors import InputError
+from kimi_k3.training import record
 
 ITEMS = "items"  # of a step, as MaxText names it
+_STEPS = "checkpoints"  # of a run
 COMMIT_MARKER = "commit_success.txt"  # written last, by Orbax
 STEP_METADATA = "_CHECKPOINT_METADATA"
 TREE_METADATA = "_METADATA"
@@ -76,6 +79,7 @@ def open_training(step: str | Path, config: KimiK3Config, *, scan: bool, weight_
   if saved_scan is not None and bool(saved_scan) != scan:
     said = [str(bool(value)).lower() for value in (saved_scan, scan)]
     raise InputError(f"{where}: was trained with scan_layers={said[0]}, the config says {said[1]}: set it as trained")
+  _check_architecture(where, path, config)
   form = release_form(config)
   database = Database(store.in_directory(path, ITEMS), ANOTHER_STEP)
   leaves = trained_leaves(config, form, scan=scan, weight_dtype=weight_dtype)
@@ -98,6 +102,29 @@ def trained_leaves(config: KimiK3Config, form: StoredForm, *, scan: bool, weight
   """Returns the leaves that a trainer saves: those of the model, with matrices in `weight_dtype`."""
   held = mapping.leaves(config, form, scan=scan)
   return tuple(leaf if leaf.dtype == "float32" else dataclasses.replace(leaf, dtype=weight_dtype) for leaf in held)
+
+
+def steps_of(path: str) -> Path:
+  """Returns the directory in which a step lies with others of its run: a stranger there would be taken for a step."""
+  step = Path(path)
+  return step.parent if step.parent.name == _STEPS else step
+
+
+def _check_architecture(where: str, path: str, config: KimiK3Config) -> None:
+  """Refuses a config that is not the run's, where arrays would have the same shapes. Says so if the run has no note."""
+  run, steps = ["", *path.rsplit("/", 2)][-3:-1]
+  noted = store.open_store(run).read(record.NAME) if steps == _STEPS else None
+  if noted is None:
+    say(f"{where}: no {record.NAME} two directories up: what shapes do not show is taken from the config unchecked")
+    return
+  try:
+    differing = record.differences(noted, config)
+  except ValueError as error:
+    raise InputError(f"{run}/{record.NAME}: {error}: damaged; copy the run again") from error
+  if differing:
+    raise InputError(
+      f"{where}: was trained with {'; '.join(differing)}, as the config says: give the config of the run"
+    )
 
 
 def _step_path(step: str | Path) -> str:

@@ -18,9 +18,9 @@ PLACE = "{question}"
 MARK = "####"
 
 _SHOWN = 5
-_STRICT = re.compile(r"#### (-?[$0-9.,]*\d[0-9.,]*)")
+_STRICT = re.compile(r"#### (-?[$0-9.,]*[0-9][0-9.,]*)")
 # A run of what numbers are written with, which must hold a digit: "-$1,234.50", "18.", ".5".
-_NUMBER = re.compile(r"-?[$0-9.,]*\d[0-9.,]*")
+_NUMBER = re.compile(r"-?[$0-9.,]*[0-9][0-9.,]*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +160,8 @@ def _question(line: str, number: int) -> Question:
   gold = normalise(tail)
   if not mark:
     raise ValueError(f"answer has no {MARK}, expected {MARK} and a number at its end")
-  if _number(gold) is None:
-    raise ValueError(f"answer has {json.dumps(tail.strip())} after {MARK}, expected a number")
+  if _number(gold) is None or strict(f"{MARK} {tail.strip()}") != gold:  # no completion could be right
+    raise ValueError(f"answer has {json.dumps(tail.strip())} after {MARK}, expected a number such as -1,234.5")
   return Question(value.get("id", number), number, value["question"], value["answer"], gold)
 
 

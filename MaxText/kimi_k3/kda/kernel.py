@@ -19,6 +19,7 @@ from kimi_k3.kda.reference import kda_step, l2_normalize
 from kimi_k3.kda.step_kernel import require_tpu
 from kimi_k3.kda.tops_backend import tops_chunk_kda, tops_kda
 
+KERNELS = ("tokamax_mosaic", "tops")  # the compiler cannot partition these: see sharded.py
 _TOKAMAX_CHUNK = 64  # tokens; tokamax takes whole chunks only
 _TOKAMAX_BOUND = -5.0  # a step: below, the exponents that tokamax factors leave float32
 _CLOSED = -1000.0  # sigmoid's argument where a gate must be exactly 0
@@ -111,7 +112,7 @@ def _check_supported(implementation: str, lower_bound: float | None, resets: Arr
     raise InputError(
       f"{implementation} takes a gate_lower_bound of at least {_TOKAMAX_BOUND}, found {lower_bound}: {advice}"
     )
-  if implementation in ("tokamax_mosaic", "tops"):
+  if implementation in KERNELS:
     require_tpu(implementation, advice)
 
 

@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Float
 from kimi_k3.cache import KDACache, KDAStack
 from kimi_k3.config import ComputeConfig, KimiK3Config
 from kimi_k3.kda.gate import decay_gate
-from kimi_k3.kda.kernel import run_kda
+from kimi_k3.kda.kernel import KERNELS, run_kda
+from kimi_k3.kda.sharded import KdaPlacement, run_kda_sharded
 from kimi_k3.kda.short_conv import short_conv
 from kimi_k3.kda.short_conv_step import short_conv_step_stacked
 from kimi_k3.kda.step_kernel import kda_step_stacked
@@ -30,8 +31,16 @@ class KDA(nnx.Module):
   Source: Kimi Linear, arXiv:2510.26692, and the released K3 modeling code.
   """
 
-  def __init__(self, config: KimiK3Config, compute: ComputeConfig, rngs: nnx.Rngs, *, cache: KDACache | None):
-    self.config, self.compute, self.cache = config, compute, cache
+  def __init__(
+    self,
+    config: KimiK3Config,
+    compute: ComputeConfig,
+    rngs: nnx.Rngs,
+    *,
+    cache: KDACache | None,
+    placement: KdaPlacement | None = None,
+  ):
+    self.config, self.compute, self.cache, self.placement = config, compute, cache, placement
     D, H, K, W = config.hidden_size, config.kda_num_heads, config.kda_head_dim, config.kda_conv_width
 
     def linear(in_shape, out_shape, axes):
@@ -142,20 +151,17 @@ class KDA(nnx.Module):
     if self.compute.kda_implementation != "portable":
       # Others compute in the dtype of what they are given: that of the released model's convolutions.
       q, k, v = (x.astype(self.compute.dtype) for x in (q, k, v))
-    o, state = run_kda(
-      q,
-      k,
-      v,
-      a,
-      self.A_log[...],
-      self.dt_bias[...],
-      beta,
-      state,
-      lower_bound=self.config.kda_gate_lower_bound,
-      valid=valid,
-      resets=resets,
-      implementation=self.compute.kda_implementation,
-    )
+    arrays = (q, k, v, a, self.A_log[...], self.dt_bias[...], beta, state)
+    how = {
+      "lower_bound": self.config.kda_gate_lower_bound,
+      "valid": valid,
+      "resets": resets,
+      "implementation": self.compute.kda_implementation,
+    }
+    if self.placement is not None and self.compute.kda_implementation in KERNELS:
+      o, state = run_kda_sharded(*arrays, self.placement, **how)
+    else:  # what is plain JAX the compiler cuts by itself
+      o, state = run_kda(*arrays, **how)
     if stack is not None:
       stack.recurrent_state = state
     elif self.cache is not None:

@@ -20,6 +20,7 @@ from kimi_k3.cache import KDACache
 from kimi_k3.config import TRAINED_EXPERTS, LayerKind
 from kimi_k3.decoder import Block, build_layers, run_layers
 from kimi_k3.kda.layer import KDA
+from kimi_k3.kda.sharded import kda_placement
 from kimi_k3.maxtext_adapter.config import architecture, compute_config
 from kimi_k3.maxtext_adapter.mla import KimiMLA
 from kimi_k3.sharding import expert_placement
@@ -57,11 +58,12 @@ class KimiDecoder(nnx_decoders.NNXDecoder):
   def _make_attention(self, mesh: Any, kind: LayerKind, rngs: nnx.Rngs) -> nnx.Module:
     if kind is LayerKind.MLA:
       return KimiMLA(self.config, self.architecture, self.compute, mesh, self.model_mode, rngs)
-    cache = None
-    if self.model_mode != MODEL_MODE_TRAIN:
-      batch, _ = max_utils.get_batch_seq_len_for_mode(self.config, self.model_mode)
-      prefill = self.model_mode == MODEL_MODE_PREFILL
-      cache = KDACache(self.architecture, self.compute, batch=batch, prefill=prefill)
+    if self.model_mode == MODEL_MODE_TRAIN:
+      placement = kda_placement(mesh, self.config.logical_axis_rules)
+      return KDA(self.architecture, self.compute, rngs, cache=None, placement=placement)
+    batch, _ = max_utils.get_batch_seq_len_for_mode(self.config, self.model_mode)
+    prefill = self.model_mode == MODEL_MODE_PREFILL
+    cache = KDACache(self.architecture, self.compute, batch=batch, prefill=prefill)
     return KDA(self.architecture, self.compute, rngs, cache=cache)
 
   def __call__(
@@ -137,6 +139,10 @@ class KimiDecoder(nnx_decoders.NNXDecoder):
       model_mode,
       decoder_input_embeddings=decoder_input_embeddings,
     )
+    if model_mode == MODEL_MODE_TRAIN and decoder_input_embeddings is None:
+      # Looked up out of bounds, a token gets another's row, and as a target it costs nothing. NaN stops the trainer.
+      known = (tokens >= 0) & (tokens < self.architecture.vocab_size)
+      embedded = jnp.where(known[..., None], embedded, jnp.nan)
     step = model_mode == MODEL_MODE_AUTOREGRESSIVE
     if step and tokens.shape[1] != 1:
       raise NotImplementedError(f"a decoding step takes one token a row, not {tokens.shape[1]}")

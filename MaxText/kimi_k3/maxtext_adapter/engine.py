@@ -55,11 +55,11 @@ def make_engine(config: Any, placement: str | None = None) -> Any:
     from kimi_k3.maxtext_adapter.spmd_engine import SpmdEngine
 
     return SpmdEngine(config, placement)
-  _refuse_for_auto(placement)
+  refuse_for_auto(placement)
   return Engine(config)
 
 
-def _refuse_for_auto(placement: str | None) -> None:
+def refuse_for_auto(placement: str | None) -> None:
   """Raises InputError for what only the manual partitioning can do."""
   if (count := jax.process_count()) > 1:
     raise InputError(f"partitioning is auto on {count} processes, expected one: set partitioning=manual")
@@ -227,7 +227,7 @@ def make_forward(config: Any, placement: str | None = None) -> Forward:
     from kimi_k3.maxtext_adapter.spmd_engine import make_spmd_forward
 
     return make_spmd_forward(config, placement)
-  _refuse_for_auto(placement)
+  refuse_for_auto(placement)
   from maxtext.common.common_types import MODEL_MODE_TRAIN
 
   mesh, abstract = abstract_model(config, MODEL_MODE_TRAIN)

@@ -46,15 +46,15 @@ def _register() -> None:
   from maxtext.models import models
   from maxtext.optimizers import optimizers
   from maxtext.utils import globals as maxtext_globals
-  from maxtext.utils import maxtext_utils
+  from maxtext.utils import maxtext_utils, train_utils
 
   if getattr(models.NNXDecoder, _MARK, False):
     return
   block_types = common_types.DecoderBlockType
   _assert_seams(block_types, types.MaxTextConfig, models, nnx_decoders, pyconfig, maxtext_globals)
-  _assert_training_seams(optimizers, maxtext_utils)
+  _assert_training_seams(optimizers, maxtext_utils, train_utils)
   from kimi_k3.maxtext_adapter.config import TOKENIZERS, KimiMaxTextConfig
-  from kimi_k3.maxtext_adapter.training import with_flops, with_selection_bias
+  from kimi_k3.maxtext_adapter.training import with_checks, with_flops, with_selection_bias
 
   member = _extend_enum(block_types, _ENUM_NAME, DECODER_BLOCK)
   for reader in (getattr(pyconfig, name) for name in _READERS):
@@ -63,6 +63,7 @@ def _register() -> None:
   maxtext_globals.HF_IDS.update(TOKENIZERS)
   models.NNXDecoder = _decoder_by_block(nnx_decoders.NNXDecoder, member)
   optimizers.get_optimizer = with_selection_bias(optimizers.get_optimizer)
+  train_utils.validate_train_config = with_checks(train_utils.validate_train_config)
   maxtext_utils.calculate_tflops_training_per_device = with_flops(maxtext_utils.calculate_tflops_training_per_device)
 
 
@@ -117,10 +118,11 @@ def _assert_seams(block_types, config_class, models, nnx_decoders, pyconfig, max
     raise RuntimeError(f"MaxText's seams have moved: {'; '.join(faults)}")
 
 
-def _assert_training_seams(optimizers: Any, maxtext_utils: Any) -> None:
+def _assert_training_seams(optimizers: Any, maxtext_utils: Any, train_utils: Any) -> None:
   expected = {
     (optimizers, "get_optimizer"): ["config", "learning_rate_schedule", "model", "mesh"],
     (maxtext_utils, "calculate_tflops_training_per_device"): ["config", "log"],
+    (train_utils, "validate_train_config"): ["config"],
   }
   for (module, name), parameters in expected.items():
     function = getattr(module, name, None)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kimi_k3.errors import InputError
 from kimi_k3.evaluate.perplexity import Scorer, Scores
 from kimi_k3.maxtext_adapter.checkpoint import load_params, storage_settings
-from kimi_k3.maxtext_adapter.engine import _refuse_for_auto, abstract_model, checkpoint_path, concrete_rest, make_mesh
+from kimi_k3.maxtext_adapter.engine import abstract_model, checkpoint_path, concrete_rest, make_mesh, refuse_for_auto
 from kimi_k3.sharding import mesh_axes
 
 _BATCH = "activation_batch"  # MaxText's name of the axis of rows
@@ -89,7 +89,7 @@ def next_token_scores(
 def _auto(config: Any, placement: str | None) -> Scorer:
   from maxtext.common.common_types import MODEL_MODE_TRAIN
 
-  _refuse_for_auto(placement)
+  refuse_for_auto(placement)
   mesh, abstract = abstract_model(config, MODEL_MODE_TRAIN)
   graph, params, rest = nnx.split(abstract, nnx.Param, ...)
   params, rest = load_params(checkpoint_path(config), params, storage_settings(config)), concrete_rest(rest)

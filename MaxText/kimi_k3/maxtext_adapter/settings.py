@@ -78,6 +78,8 @@ def read_config(path: str, settings: Sequence[str], **derived: Any) -> Any:
   explicit = explicit_settings(path, settings)
   defaults: dict[str, Any] = {**_DEFAULTS, **_compile_cache(), **derived}
   extra = {k: v for k, v in defaults.items() if k not in explicit}
+  if "dataset_type" not in command_line(settings):
+    extra["dataset_type"] = "synthetic"  # a training config names files that nothing but the trainer reads
   try:
     with quiet():
       config = pyconfig.HyperParameters(pyconfig._initialize_pydantic(["", path, *settings], **extra))

@@ -14,6 +14,7 @@ from kimi_k3.config import TRAINED_EXPERTS
 from kimi_k3.errors import InputError
 from kimi_k3.maxtext_adapter.config import architecture
 from kimi_k3.maxtext_keys import DECODER_BLOCK
+from kimi_k3.training import record
 from kimi_k3.training.bias import selection_bias_update
 from kimi_k3.training.flops import training_flops
 
@@ -56,6 +57,44 @@ def _labels(params: Any, *, expected: bool) -> Any:
   return labels
 
 
+def with_checks(upstream: Callable[[Any], None]) -> Callable[[Any], None]:
+  """MaxText's check of a training config, before anything is made, which for this model checks what is ours too.
+
+  The run's architecture is noted beside its steps; a run that goes on must have the same.
+  """
+
+  @functools.wraps(upstream)
+  def validate(config: Any) -> None:
+    upstream(config)
+    if config.decoder_block.value == DECODER_BLOCK:
+      check_trainable(config)
+      if config.enable_checkpointing:
+        _note_architecture(config)
+
+  return validate
+
+
+def _note_architecture(config: Any) -> None:
+  from etils import epath
+
+  run = epath.Path(config.base_output_directory) / config.run_name
+  noted, model = run / record.NAME, architecture(config)
+  if not noted.exists():
+    if jax.process_index() == 0:
+      run.mkdir(parents=True, exist_ok=True)
+      noted.write_text(record.encode(model))
+    return
+  try:
+    differing = record.differences(noted.read_text(), model)
+  except ValueError as error:
+    raise InputError(f"{noted}: {error}: damaged; remove it if the config is that of the run") from error
+  if differing:
+    raise InputError(
+      f"{run} was begun with {'; '.join(differing)}: its steps are another model's; set these as they were, or another "
+      "run_name"
+    )
+
+
 def with_flops(upstream: Callable[..., tuple[float, float, float]]) -> Callable[..., tuple[float, float, float]]:
   """MaxText's count of a step's TFLOPs on one device, which for this model is kimi_k3.training.flops."""
 
@@ -96,7 +135,8 @@ def check_trainable(config: Any) -> None:
     value = getattr(config, key)
     value = getattr(value, "value", value)
     if value not in only:
-      faults.append(f"{key} is {value!r}: this model is trained with {' or '.join(map(repr, only))} only")
+      known = " or ".join("'none'" if x is None else repr(x) for x in only)
+      faults.append(f"{key} is {value!r}: this model is trained with {known} only")
   lost = config.routed_bias_update_rate and "e_score_correction_bias" not in model.float32_leaves
   if any(model.moe_layers) and lost and config.weight_dtype != "float32":
     faults.append(

@@ -206,7 +206,7 @@ def _check_storage(config: KimiK3Config, compute: ComputeConfig) -> None:
     if compute.expert_implementation == "dropless" and "experts" in (modules := getattr(config, key)):
       raise InputError(
         f"expert_implementation 'dropless' trains experts in bfloat16 or float32, found {key} = {list(modules)}: take "
-        f"experts out of {key}, or use 'reference'"
+        f"experts out of {key}, with override_model_config=true"
       )
 
 

@@ -17,6 +17,7 @@ import tensorstore as ts
 from kimi_k3.config import FLOAT32_KINDS, KimiK3Config
 from kimi_k3.convert import index, mxfp4, plan, reader, shards, storage, trained, training_step
 from kimi_k3.errors import InputError
+from kimi_k3.training import record
 
 FEW = ("--set", "num_experts=4", "--set", "num_experts_per_token=2")
 FOLDED = ("--layers", "12", *FEW)  # 4 leading layers, 2 blocks of 4
@@ -103,6 +104,28 @@ def refusal(step: Path, folded: tuple[Path, Path], *, scan: bool = True, weight_
     opened(step, folded[0], scan=scan, weight_dtype=weight_dtype)
   assert "\n" not in str(caught.value)
   return str(caught.value)
+
+
+def test_another_model_of_the_same_shapes_is_refused_by_what_the_run_noted(folded, step, capsys):
+  config = architecture(folded[0])
+  noted = step.parent.parent / record.NAME
+  noted.write_text(record.encode(config))
+  opened(step, folded[0], scan=True)
+  assert record.NAME not in capsys.readouterr().err
+  other = dataclasses.replace(config, attn_res_block_size=2, routed_scaling_factor=2.5)
+  with pytest.raises(InputError, match=r"trained with .*routed_scaling_factor 1.0 and not 2.5.*: give the config"):
+    training_step.open_training(step, other, scan=True, weight_dtype="float32")
+  noted.write_bytes(b"[]")
+  assert "holds list, expected an object: damaged" in refusal(step, folded)
+  noted.unlink()
+  opened(step, folded[0], scan=True)
+  assert f"no {record.NAME} two directories up: what shapes do not show" in capsys.readouterr().err
+
+
+def test_a_release_among_the_steps_is_refused(folded, step):
+  planned = trained.plan_export(opened(step, folded[0], scan=True), experts=None, shard_bytes=10**9)
+  with pytest.raises(InputError):
+    shards.check_target(step.parent / "8", planned, overwrite=False)
 
 
 def test_a_model_of_representable_weights_comes_back_byte_for_byte(folded, tmp_path):

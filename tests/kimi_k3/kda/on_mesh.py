@@ -5,6 +5,7 @@ The answer holds, by implementation, the largest difference to one device, over 
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 
 from kimi_k3.kda import step_kernel
 from kimi_k3.kda.kernel import run_kda
+from kimi_k3.kda.sharded import kda_placement, run_kda_sharded
 from kimi_k3.kda.step_kernel import kda_step_stacked
 
 BATCH, LENGTH, HEADS, WIDTH, LAYERS = 3, 70, 8, 16, 2
@@ -61,8 +63,29 @@ def step(implementation):
   return run
 
 
+def trained(implementation: str) -> list[float]:
+  """Differences of outputs and of all gradients, by `run_kda_sharded` over rows and heads."""
+  *case, _ = chunk_case()[0]
+  case = [jnp.concatenate([x, x[:1]]) if x.shape[0] == BATCH else x for x in case]  # 4 rows
+  mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("fsdp", "expert", "tensor"))
+  placement = kda_placement(mesh, [("activation_batch", ("fsdp", "expert")), ("q_heads", ("tensor",))])
+  assert placement is not None and (placement.rows, placement.heads) == (("fsdp", "expert"), ("tensor",))
+  how = {"lower_bound": -5.0, "valid": None, "resets": None, "implementation": implementation}
+
+  def loss(case, sharded):
+    run = functools.partial(run_kda_sharded, placement=placement) if sharded else run_kda
+    o, state = run(*case, **how)
+    return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.cos(state)), o
+
+  results = [jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)(case, sharded) for sharded in (True, False)]
+  pairs = zip(*map(jax.tree.leaves, results), strict=True)
+  return [float(np.abs(found - one).max() / np.abs(one).max()) for found, one in pairs]
+
+
 def differences(name: str) -> list[float]:
   kind, implementation = name.split(":")
+  if kind == "trained":
+    return trained(implementation)
   case, in_specs, out_specs = chunk_case() if kind == "chunk" else step_case()
   run = (chunk if kind == "chunk" else step)(implementation)
   mesh = jax.sharding.Mesh(jax.devices(), ("x",))

@@ -38,7 +38,7 @@ from maxtext.layers import nnx_decoders
 from maxtext.models import models
 from maxtext.optimizers import optimizers
 from maxtext.utils import globals as maxtext_globals
-from maxtext.utils import maxtext_utils
+from maxtext.utils import maxtext_utils, train_utils
 
 READERS = ("initialize", "initialize_pydantic", "_initialize_pydantic", "_prepare_for_pydantic")
 UPSTREAM_READERS = {name: getattr(pyconfig, name) for name in READERS}
@@ -57,6 +57,7 @@ def snapshot():
     "blocks": [str(member) for member in block],
     "tokenizers": sorted(tokenizers),
     "optimizer": id(getattr(optimizers, "get_optimizer", None)),
+    "training checks": id(getattr(train_utils, "validate_train_config", None)),
     "FLOPs": id(getattr(maxtext_utils, "calculate_tflops_training_per_device", None)),
   }
 
@@ -92,6 +93,7 @@ seams += [Moved(nnx_decoders.NNXDecoder, name, delete=True) for name in methods]
 seams += [Moved(pyconfig, name, delete=True) for name in ("_resolve_or_infer_config", "_load_config", *READERS)]
 seams += [Moved(maxtext_globals, "HF_IDS", delete=True)]
 seams += [Moved(optimizers, "get_optimizer", delete=True)]
+seams += [Moved(train_utils, "validate_train_config", delete=True)]
 seams += [Moved(maxtext_utils, "calculate_tflops_training_per_device", lambda config: 0)]
 found["moved seams"] = {}
 for seam in seams:
@@ -141,7 +143,9 @@ def test_importing_the_package_changes_nothing_in_maxtext(found):
 
 
 def test_registration_changes_these_places_only(found):
-  assert found["registration"] == ["FLOPs", "blocks", "decoder", "defaults", "optimizer", "readers", "tokenizers"]
+  assert found["registration"] == [
+    *("FLOPs", "blocks", "decoder", "defaults", "optimizer", "readers", "tokenizers", "training checks")
+  ]
   assert found["new blocks"] == ["DecoderBlockType.KIMI_K3"]
   assert found["new tokenizers"] == ["kimi-k3", "kimi-k3-nano", "kimi-k3-tiny", "kimi-linear-48b-a3b"]
   assert found["config class of the readers"] == ["KimiMaxTextConfig"]
@@ -182,8 +186,12 @@ def test_our_block_is_a_member_of_the_enum_like_any_other(found):
     ("globals.HF_IDS", "globals.HF_IDS is no dict"),
     (
       "optimizers.get_optimizer",
-      "maxtext.optimizers.optimizers.get_optimizer takes None, expected ['config', 'learning_rate_schedule', 'model', "
-      "'mesh']",
+      "maxtext.optimizers.optimizers.get_optimizer takes None, expected "
+      + str(["config", "learning_rate_schedule", "model", "mesh"]),
+    ),
+    (
+      "train_utils.validate_train_config",
+      "maxtext.utils.train_utils.validate_train_config takes None, expected ['config']",
     ),
     (
       "maxtext_utils.calculate_tflops_training_per_device",
@@ -198,7 +206,7 @@ def test_a_seam_that_has_moved_is_named_and_nothing_is_patched(found, seam, said
 
 
 def test_refusals_leave_no_trace(found):
-  assert len(found["moved seams"]) == 20
+  assert len(found["moved seams"]) == 21
   assert found["after the refusals"] == []
 
 

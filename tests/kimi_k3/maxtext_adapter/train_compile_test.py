@@ -41,7 +41,8 @@ class Leaf:
 def full_state() -> dict[str, list[Leaf]]:
   """Weights and moments of the optimizer in configs/train-full.yml, cut as its rules say."""
   import jax
-  from flax import linen, nnx
+  from flax import nnx
+  from flax.linen.spmd import logical_to_mesh_axes
   from maxtext.optimizers import optimizers
   from maxtext.utils import maxtext_utils
 
@@ -58,7 +59,7 @@ def full_state() -> dict[str, list[Leaf]]:
   params = nnx.state(model, nnx.Param)
   cuts: dict[str, int] = {}
   for keys, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, nnx.Variable)):
-    spec = linen.logical_to_mesh_axes(leaf.get_metadata()["out_sharding"], rules=config.logical_axis_rules)
+    spec = logical_to_mesh_axes(leaf.get_metadata()["out_sharding"], rules=config.logical_axis_rules)
     assert spec is not None
     cut = 1
     for length, axes in zip(leaf.shape, (*spec, *(None,) * len(leaf.shape)), strict=False):

@@ -64,7 +64,7 @@ def test_without_a_rate_the_bias_stays_whatever_the_optimizer_does(params):
 
 
 def test_a_model_whose_bias_is_not_found_is_not_trained(trained):
-  optimizer = with_selection_bias(lambda config: optax.sgd(0.1))(trained)
+  optimizer = with_selection_bias(lambda _: optax.sgd(0.1))(trained)
   with pytest.raises(RuntimeError, match="no router/bias among the parameters"):
     optimizer.init({"decoder": {"gate": {"bias": jnp.ones(4)}}})
 
@@ -76,7 +76,7 @@ def test_a_model_whose_bias_is_not_found_is_not_trained(trained):
     (("expert_implementation=reference",), "expert_implementation is 'reference', which has no gradient: set it to"),
     (("packed_modules=[shared_experts]",), "shared_experts in a packed format, which has no gradient: set packed_mod"),
     (("load_balance_loss_weight=0.1",), "load_balance_loss_weight is 0.1: this model is trained with 0.0 only"),
-    (("remat_policy=minimal",), "remat_policy is 'minimal': this model is trained with 'full' or None only"),
+    (("remat_policy=minimal",), "remat_policy is 'minimal': this model is trained with 'full' or 'none' only"),
     (("remat_policy=none",), None),
     (("num_vocab_tiling=2",), "num_vocab_tiling is 2"),
     (
@@ -107,3 +107,40 @@ def test_maxtext_counts_the_flops_of_this_model(capsys):
   total, learnable, attention = maxtext_utils.calculate_tflops_training_per_device(read)
   assert (total, learnable, attention) == (flops.total / 1e12, flops.learnable / 1e12, flops.attention / 1e12)
   assert "TFLOPs on each device" in capsys.readouterr().out
+
+
+def test_a_run_notes_its_architecture_and_goes_on_with_no_other(tmp_path):
+  register()
+  from maxtext.utils import train_utils
+
+  run = (f"base_output_directory={tmp_path}", "run_name=run", "enable_checkpointing=true", "steps=1")
+  train_utils.validate_train_config(config(*run))
+  train_utils.validate_train_config(config(*run, "learning_rate=0.5"))  # another optimizer is not another model
+  with pytest.raises(
+    InputError, match=r"was begun with attn_res_block_size 4 and not 2: its steps are another model's"
+  ):
+    train_utils.validate_train_config(config(*run, "attn_res_block_size=2"))
+  (noted,) = (tmp_path / "run").iterdir()
+  noted.write_text("{")
+  with pytest.raises(InputError, match=r"kimi_k3_architecture.json: .*: damaged; remove it if the config is"):
+    train_utils.validate_train_config(config(*run))
+
+
+def test_all_faults_of_a_training_config_are_told_before_anything_is_made():
+  register()
+  from maxtext.utils import train_utils
+
+  read = config("packed_modules=[shared_experts]", "remat_policy=minimal", "load_balance_loss_weight=0.1", "steps=1")
+  with pytest.raises(InputError, match=r"shared_experts in a packed.*load_balance_loss_weight.*remat_policy"):
+    train_utils.validate_train_config(read)
+
+
+@pytest.mark.slow
+def test_a_token_outside_the_vocabulary_makes_the_loss_nan(k3_nano, convert, float32_config):
+  from kimi_k3.maxtext_adapter.engine import make_forward
+
+  forward = make_forward(float32_config(convert(k3_nano.checkpoint, "--scan")))
+  for token in (-1, 1024):
+    logits = np.asarray(forward(np.array([1, 2, token, 3], np.int32), 4)[0])
+    assert np.isnan(logits[2:]).all()
+  assert np.isfinite(np.asarray(forward(np.array([1, 2, -1, 1024], np.int32), 2)[0])[:2]).all()  # in pads

@@ -120,8 +120,8 @@ def traced(config: Any) -> tuple[int, int, Any]:
   def named(name, function, **options):
     @functools.wraps(function)
     def call(*args, **kwargs):
-      inner = functools.partial(function, **kwargs)
-      inner.__name__ = name
+      inner: Any = functools.partial(function, **kwargs)
+      inner.__name__ = name  # which the trace shows
       return jax.jit(inner, **options)(*args)
 
     call.__name__ = name

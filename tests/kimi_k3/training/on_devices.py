@@ -1,6 +1,7 @@
 """Loss and gradients of a toy on a mesh of simulated devices: `on_devices.py DIRECTORY`.
 
-Reads there request.json {"text_config", "settings"}, tensors.npz and batch.npz; writes answer.json and gradients.npz.
+Reads there request.json {"text_config", "settings", "scan"}, tensors.npz and batch.npz; writes answer.json and
+gradients.npz.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import toys
 def main(directory: Path) -> None:
   request = json.loads((directory / "request.json").read_text())
   toy = toys.Toy(request["text_config"], dict(np.load(directory / "tensors.npz")))
+  scan = request["scan"]
   batch = dict(np.load(directory / "batch.npz"))
   rows, length = batch["inputs"].shape
   devices = jax.device_count()
-  config = toy.config(directory, *request["settings"], scan=False, length=length, rows=rows, devices=devices)
-  found = toys.TrainerLoss(config)(toy.leaves(scan=False), batch)
-  np.savez(directory / "gradients.npz", **found.gradients)
+  config = toy.config(directory, *request["settings"], scan=scan, length=length, rows=rows, devices=devices)
+  found = toys.TrainerLoss(config)(toy.leaves(scan=scan), batch)
+  np.savez(directory / "gradients.npz", allow_pickle=False, **found.gradients)
   sums = {"loss": found.loss, "xent_sum": found.xent_sum, "weights": found.weights}
   (directory / "answer.json").write_text(json.dumps({"devices": devices, "sums": sums}))
 

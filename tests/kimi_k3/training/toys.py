@@ -1,8 +1,8 @@
 """Toy models for gradients: weights in float32, the loss that MaxText's trainer differentiates, and its gradients.
 
 A toy's tensors are held under their released names, as the numpy reference wants them, and become leaves of the
-parameter tree by the converter's own table. Imported by the fixtures and by on_mesh.py; what needs kimi_k3 is imported
-late, after the type checker of --jaxtyping-packages is in place.
+parameter tree by the converter's own table. Imported by the fixtures and by on_devices.py; what needs kimi_k3 is
+imported late, after the type checker of --jaxtyping-packages is in place.
 """
 
 from __future__ import annotations
@@ -73,19 +73,19 @@ class Toy:
     shape = self.tensors[f"model.layers.{self.architecture.kda_layers[0] - 1}.self_attn.A_log"].shape
     return leaves(self.architecture, StoredForm(prefix="", packed_modules=(), a_log_shape=shape), scan=scan)
 
-  def leaves(self, *, scan: bool, tensors: Mapping[str, np.ndarray] | None = None) -> Arrays:
-    """The tensors, or others in their place, as leaves of the tree."""
+  def leaves(self, *, scan: bool) -> Arrays:
+    """The tensors as leaves of the tree."""
     from kimi_k3.convert import transforms
 
-    held = self.tensors if tensors is None else tensors
+    def read(name: str, start: int, stop: int) -> np.ndarray:
+      return self.tensors[name][start:stop]
+
     result = {}
     for leaf in self.table(scan=scan):
-      array = result[".".join(leaf.path)] = np.zeros(leaf.shape, held[leaf.pieces[0].names[0]].dtype)
+      array = result[".".join(leaf.path)] = np.zeros(leaf.shape, np.float32)
       for piece in leaf.pieces:
-        (name,) = piece.names
-        rows = (0, held[name].shape[0])
-        read = lambda name, start, stop: held[name][start:stop]  # noqa: E731
-        array[piece.index] = transforms.apply(leaf.transform, (name,), read, leaf.slice_shape, rows)
+        rows = (0, self.tensors[piece.names[0]].shape[0])
+        array[piece.index] = transforms.apply(leaf.transform, piece.names, read, leaf.slice_shape, rows)
     return result
 
   def stored(self, leaves: Mapping[str, np.ndarray], *, scan: bool) -> Arrays:
@@ -130,12 +130,12 @@ def make_toy(variant: str, layers: int, *, seed: int = 0, **changes: Any) -> Toy
     variant: "k3" or "kimi-linear".
     layers: Of which the last is MLA, and every fourth.
     seed: Of the weights.
-    changes: Keys of text_config; linear_attn_config's are given flat.
+    changes: Keys of text_config.
   """
   import make_tiny_checkpoint
 
   text = make_tiny_checkpoint.text_config(variant, "tiny", layers)
-  linear = text["linear_attn_config"] | KDA_SIZES | {k: changes.pop(k) for k in KDA_SIZES if k in changes}
+  linear = text["linear_attn_config"] | KDA_SIZES
   sizes = SIZES if variant == "k3" else SIZES | {"q_lora_rank": None}
   text |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **sizes, "linear_attn_config": linear}
   if variant == "k3":
