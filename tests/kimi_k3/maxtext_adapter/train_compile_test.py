@@ -92,7 +92,7 @@ def test_the_state_of_full_k3_is_six_bytes_a_parameter_and_16_gib_on_each_of_102
   assert total["weights"] == pytest.approx(2 * 2.7795e12, rel=1e-4)  # float32 leaves are 1e-5 of it
   assert total["moments"] == pytest.approx(2 * total["weights"], rel=1e-4)
   here = {kind: sum(x.bytes_here for x in leaves) / GIB for kind, leaves in full_state.items()}
-  assert here == pytest.approx({"weights": 5.35, "moments": 10.68}, abs=0.01)
+  assert here == pytest.approx({"weights": 5.49, "moments": 10.95}, abs=0.01)
 
 
 def test_no_matrix_of_full_k3_but_the_decays_second_is_whole_on_every_device(full_state):
@@ -108,7 +108,7 @@ def test_no_matrix_of_full_k3_but_the_decays_second_is_whole_on_every_device(ful
   }  # fmt: skip
   assert 3 * sum(x.bytes_here for x in whole) < 0.8 * GIB
   partly = {"/".join(x.name.split("/")[-2:]): x.cut for x in full_state["weights"] if 1 < x.cut < DEVICES}
-  assert partly == {"router/kernel": 64, "wq_b/kernel": 64, "wkv_b/kernel": 64}
+  assert partly == {"router/kernel": 16, "wq_b/kernel": 16, "wkv_b/kernel": 16}
 
 
 LATENTS = {"q_lora": 1536, "kv_lora": 512}

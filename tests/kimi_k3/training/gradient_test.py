@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 # Of the leaf's gradient: float32 rounds each product of the way there and back by 6e-8, and a gradient is a sum over a
-# hundred tokens of terms that partly cancel. A wrong term is off by 1e-2 or more.
+# hundred tokens of terms that partly cancel. Seen in two layers: 6e-6. Without the gradient of the norm of queries and
+# keys: 7e-2; without that of the combine weights' sum, which K3's norm on the routed sum all but hides: 3e-4.
 TOLERANCE = 1e-4
 STEP = 2e-5  # of the leaf's root mean square; the error of a central difference falls with its square
 CONVERGED = TOLERANCE / 10  # between that step and half of it: the error of the half is a third of this
@@ -60,7 +61,9 @@ class Numerical:
     return found.loss
 
 
-def check(toys: Any, toy: Any, loss: Any, documents: list[list[int]], *, scan: bool, entries: int) -> None:
+def check(
+  toys: Any, toy: Any, loss: Any, documents: list[list[int]], *, scan: bool, entries: int, tolerance: float = TOLERANCE
+) -> None:
   """Compares the loss and the gradient of every leaf; `entries` single ones each."""
   exact = Numerical(toys, toy, documents, scan)
   assert exact.base.margin > MARGIN, "another seed"
@@ -84,7 +87,7 @@ def check(toys: Any, toy: Any, loss: Any, documents: list[list[int]], *, scan: b
       derivative, apart = exact.derivative(name, change)
       assert apart <= CONVERGED * scale, f"{name}, {what}: the differences do not converge, {apart / scale:.1e}"
       error = abs(np.sum(gradient * change, dtype=np.float64) - derivative) / scale
-      if not error <= TOLERANCE:
+      if not error <= tolerance:
         faults.append(f"{name}, {what}: off by {error:.1e}")
   assert not faults, "\n".join(faults)
 
@@ -161,4 +164,4 @@ def test_every_leaf_of_folded_layers_has_the_gradient_of_the_reference(toys, doc
   short = [documents[0], documents[2], documents[1][:12]]
   toy = toys.make_toy(variant, 13, **({"attn_res_block_size": 3} if variant == "k3" else {}))
   loss = toys.TrainerLoss(toy.config(tmp_path, scan=True, length=32, rows=1))
-  check(toys, toy, loss, short, scan=True, entries=0)
+  check(toys, toy, loss, short, scan=True, entries=0, tolerance=toys.DEEP_TOLERANCE)

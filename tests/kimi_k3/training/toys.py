@@ -288,14 +288,20 @@ def flat(state: Any) -> Arrays:
 
 # Of the largest entry of a leaf's gradient: float32 both times, but sums are taken in another order.
 TOLERANCE = 2e-5
+# The same of a dozen layers, which swell the noise: to round all weights of such a toy otherwise, by 6e-8, moves its
+# gradients by 2e-5 (the median of the leaves' norms) to 3e-4. A layer in a wrong place is off by 1.
+DEEP_TOLERANCE = 1e-3
 
 
-def assert_same(found: Differentiated, expected: Differentiated, *, biases_by_sign: bool = False) -> None:
+def assert_same(
+  found: Differentiated, expected: Differentiated, *, tolerance: float = TOLERANCE, biases_by_sign: bool = False
+) -> None:
   """Checks that the sum of losses and every gradient are the same, entry by entry.
 
   Args:
     found: To be checked.
     expected: Of the same tokens.
+    tolerance: Of the largest entry of each gradient.
     biases_by_sign: Compare of the selection biases' gradients only the signs, which are all that is read of them.
   """
   assert found.weights == expected.weights > 0
@@ -310,7 +316,7 @@ def assert_same(found: Differentiated, expected: Differentiated, *, biases_by_si
     assert np.isfinite(other).all(), name
     largest = np.abs(gradient).max()
     error = np.abs(other - gradient).max() / largest if largest else np.abs(other).max()
-    if not error <= TOLERANCE:
+    if not error <= tolerance:
       faults[name] = float(error)
   assert not faults, faults
 
