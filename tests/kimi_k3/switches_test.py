@@ -242,7 +242,7 @@ def test_what_is_no_arithmetic_leaves_the_program_as_it_is(k3_out, usual_program
     ("kda_implementation=tokamax_mosaic", "tokamax_mosaic needs a TPU, the backend is cpu"),
     (
       "expert_implementation=fast",
-      "expert_implementation: Input should be 'reference', 'decode_kernel' or 'grouped' (found 'fast')",
+      "expert_implementation: Input should be 'reference', 'decode_kernel', 'grouped' or 'dropless' (found 'fast')",
     ),
     ("attention=flash", "attention is flash, which the cpu backend lacks"),
     ("attention=paged", "attention is 'paged': this model supports"),

@@ -43,7 +43,7 @@ def tiny(*settings: str):
 @pytest.mark.parametrize(
   "settings",
   [
-    ("ici_fsdp_parallelism=3",),
+    ("ici_fsdp_parallelism=4",),
     ("ici_tensor_parallelism=2",),
     ("ici_data_parallelism=-1", "ici_fsdp_parallelism=-1"),
   ],
