@@ -141,7 +141,11 @@ def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float, what
   assert error <= tolerance, f"{what}: off by {error:.2e} of the largest, tolerance {tolerance}"
 
 
-@pytest.fixture(scope="session", params=GOLDEN_CASES)
+# The trained case is decoded by `make demo` and scored by evaluate/trained_test.py in the default run.
+@pytest.fixture(
+  scope="session",
+  params=[pytest.param(case, marks=pytest.mark.slow if case == "k3_nano" else ()) for case in GOLDEN_CASES],
+)
 def golden_case(request: pytest.FixtureRequest) -> Any:
   return request.getfixturevalue(request.param)
 

@@ -147,6 +147,7 @@ def test_a_model_of_representable_weights_comes_back_byte_for_byte(folded, tmp_p
     assert layers == sorted(layers)
 
 
+@pytest.mark.slow
 def test_kimi_linear_comes_back_flat_and_in_bfloat16_from_unrolled_layers(tiny_checkpoint, trained_step, tmp_path):
   source = tiny_checkpoint(*LINEAR)
   step = trained_step(source, "--no-scan", weight_dtype="bfloat16")
@@ -159,6 +160,7 @@ def test_kimi_linear_comes_back_flat_and_in_bfloat16_from_unrolled_layers(tiny_c
     assert back.tensors["model.layers.0.self_attn.A_log"].shape == (1, 1, 4, 1)
 
 
+@pytest.mark.slow
 def test_experts_in_bfloat16_are_the_trained_weights_and_packing_them_later_is_packing_them_now(
   folded, step, tmp_path, convert
 ):
