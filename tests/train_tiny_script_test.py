@@ -224,6 +224,7 @@ def real(out: Path) -> subprocess.Popen[str]:
   )
 
 
+@pytest.mark.skipif(not os.environ.get("TRAIN_TINY"), reason="trains twice, a quarter of an hour: set TRAIN_TINY=1")
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_to_the_same_losses_and_a_checkpoint_that_is_measured(script, tmp_path):
   read = script("plot").read_metrics
