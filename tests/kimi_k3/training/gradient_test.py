@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 
 # Of the leaf's gradient: float32 rounds each product of the way there and back by 6e-8, and a gradient is a sum over a
-# hundred tokens of terms that partly cancel. Seen in two layers: 6e-6. Without the gradient of the norm of queries and
+# hundred tokens of terms that partly cancel. Seen in two layers: 2e-5. Without the gradient of the norm of queries and
 # keys: 7e-2; without that of the combine weights' sum, which K3's norm on the routed sum all but hides: 3e-4.
 TOLERANCE = 1e-4
-STEP = 2e-5  # of the leaf's root mean square; the error of a central difference falls with its square
+# Of the leaf's root mean square. The error of a central difference falls with its square; that of rounding, in float64,
+# is some 1e-7 of the gradient here.
+STEP = 5e-6
 CONVERGED = TOLERANCE / 10  # between that step and half of it: the error of the half is a third of this
 MARGIN = 2e-5  # of the routers' choices, in units of the scores: float32 must not tip one
 LOSS_TOLERANCE = 1e-6  # of the loss: float32, a mean over some hundred tokens
@@ -158,15 +160,7 @@ def test_every_leaf_of_other_models_has_the_gradient_of_the_reference(toys, docu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "variant",
-  [
-    # The reference's own differences of one direction (q_conv of layer 0) agree to 2.0e-5 between two steps, not to the
-    # 1e-5 that this asks for. That folded layers have the gradients of single ones is equality_test.py's claim too.
-    pytest.param("k3", marks=pytest.mark.skip(reason="numerical differences of 13 layers do not converge to 1e-5")),
-    "kimi-linear",
-  ],
-)
+@pytest.mark.parametrize("variant", ["k3", "kimi-linear"])
 def test_every_leaf_of_folded_layers_has_the_gradient_of_the_reference(toys, documents, tmp_path, variant):
   """Thirteen layers: four, two blocks of four, and one. Leaves of the blocks are changed in both at once."""
   short = [documents[0], documents[2], documents[1][:12]]
