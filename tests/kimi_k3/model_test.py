@@ -96,7 +96,6 @@ def check_decode(config_of: Callable[..., Any], expected: Expected) -> None:
   """Prefill of padded prompts into slots, states after it, then greedy steps of all slots together."""
   from kimi_k3.generate.clock import CompileClock
   from kimi_k3.generate.loop import Request, generate
-  from kimi_k3.generate.sampling import GREEDY, Sampler
   from kimi_k3.maxtext_adapter.config import architecture
   from kimi_k3.maxtext_adapter.engine import Engine
 
@@ -118,8 +117,8 @@ def check_decode(config_of: Callable[..., Any], expected: Expected) -> None:
       assert_close(found, state, STATE_TOLERANCE, f"state of layer {layer} after prompt {slot}")
   for slot in range(len(expected.prompts)):
     engine.release(slot)
-  request = Request(new_tokens, None, Sampler(GREEDY, 1.0, 0), longest)
-  rows, _ = generate(engine, expected.prompts, request, clock=CompileClock())
+  requests = [Request(i, prompt, new_tokens) for i, prompt in enumerate(expected.prompts)]
+  rows, _ = generate(engine, requests, stop_ids=(), clock=CompileClock())
   assert [row.ids for row in rows] == expected.greedy
 
 

@@ -20,7 +20,6 @@ from flax import nnx
 from kimi_k3.generate.clock import CompileClock
 from kimi_k3.generate.lengths import bucket
 from kimi_k3.generate.loop import Request, generate
-from kimi_k3.generate.sampling import GREEDY, Sampler
 from kimi_k3.maxtext_adapter.engine import Engine, abstract_model
 from kimi_k3.maxtext_adapter.settings import read_config
 from kimi_k3.resources import configs_dir
@@ -37,10 +36,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     tokens = np.zeros(bucket(len(prompt), longest), np.int32)
     tokens[: len(prompt)] = prompt
     logits.append(np.asarray(engine.prefill(tokens, len(prompt)).logits).tolist())
-  rows, _ = generate(engine, prompts, Request(new, None, Sampler(GREEDY, 1.0, 0), longest), clock=CompileClock())
+  requests = [Request(i, prompt, new) for i, prompt in enumerate(prompts)]
+  rows, _ = generate(engine, requests, stop_ids=(), clock=CompileClock())
   params = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(engine.params)}
   caches = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(engine.cache)}
-  jitted = ("_prefill_jit", "_insert_jit", "_generate_jit", "_release")
+  jitted = ("_prefill_jit", "_insert_jit", "decode", "_release")
   return {
     "programs": {name: getattr(type(engine._engine), name)._cache_size() for name in jitted},
     "logits": logits,

@@ -16,7 +16,7 @@ from kimi_k3.errors import InputError
 
 if TYPE_CHECKING:
   from kimi_k3.generate.loop import Row
-  from kimi_k3.generate.sampling import Sampler
+  from kimi_k3.generate.sampling import SamplingOptions
   from kimi_k3.generate.tokenizer import Tokenizer
   from kimi_k3.maxtext_adapter.distributed import Processes
 
@@ -29,7 +29,8 @@ On many devices: partitioning=auto leaves the collectives to the compiler; parti
 takes TPU kernels by name (configs/tpu7x-32.yml, docs/sharding.md).
 
 Greedy by default. For a draw at a temperature: decode_sampling_strategy=weighted decode_sampling_temperature=0.7
-decode_sampling_seed=1; the same seed gives a row the same tokens in any slot and beside any neighbours.
+decode_sampling_seed=1; the same seed gives a row the same tokens in any slot and beside any neighbours. Strategies topk
+(with decode_sampling_top_k), nucleus (with decode_sampling_nucleus_p) and composite (with both) draw from fewer tokens.
 
 {multihost}"""
 EPILOG = """\
@@ -189,14 +190,21 @@ def slots_a_device(rows: int) -> int:
 def _load(config: Any, args: argparse.Namespace) -> Any:
   from kimi_k3.maxtext_adapter.engine import make_engine
 
-  _sampler(config)  # what it refuses comes before the weights
+  run_sampling(config)  # what it refuses comes before the weights
   return make_engine(config, args.check_placement)
 
 
-def _sampler(config: Any) -> Sampler:
-  from kimi_k3.generate.sampling import Sampler
+def run_sampling(config: Any) -> SamplingOptions:
+  """Returns how a config chooses tokens. Raises InputError if its decode_sampling_* settings do not fit together."""
+  from kimi_k3.generate.sampling import check_seed, sampling_of
 
-  return Sampler(config.decode_sampling_strategy.value, config.decode_sampling_temperature, config.decode_sampling_seed)
+  check_seed("decode_sampling_seed", config.decode_sampling_seed)
+  return sampling_of(
+    config.decode_sampling_strategy.value,
+    float(config.decode_sampling_temperature),
+    config.decode_sampling_top_k,
+    float(config.decode_sampling_nucleus_p),
+  )
 
 
 def _generate(engine: Any, given: _Given, args: argparse.Namespace, processes: Processes) -> tuple[list[Row], str]:
@@ -205,12 +213,20 @@ def _generate(engine: Any, given: _Given, args: argparse.Namespace, processes: P
   from kimi_k3.generate.clock import CompileClock
   from kimi_k3.generate.loop import Request, generate
 
-  clock, config = CompileClock(), given.config
-  stop_id = None if args.ignore_eos else config.eos_token_id
-  request = Request(args.max_new_tokens, stop_id, _sampler(config), config.max_prefill_predict_length)
+  config = given.config
+  stop_ids = () if args.ignore_eos else (config.eos_token_id,)
+  sampling = run_sampling(config)
+  requests = [Request(i, prompt, args.max_new_tokens, sampling) for i, prompt in enumerate(given.prompts)]
   shown = None if processes.first else True  # None: where there is a terminal
-  with tqdm(total=len(given.prompts), unit="row", file=sys.stderr, disable=shown) as bar:
-    rows, timing = generate(engine, given.prompts, request, clock=clock, on_finished=lambda _: bar.update())
+  with tqdm(total=len(requests), unit="row", file=sys.stderr, disable=shown) as bar:
+    rows, timing = generate(
+      engine,
+      requests,
+      stop_ids=stop_ids,
+      clock=CompileClock(),
+      seed=config.decode_sampling_seed,
+      on_finished=lambda _: bar.update(),
+    )
   return rows, f"{len(rows)} rows on {engine.num_slots} slots: {timing.summary()}"
 
 

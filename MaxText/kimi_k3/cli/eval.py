@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 _DEFAULT_NEW_TOKENS = 256
+_STEPS_BETWEEN_STOPS = 16  # stop strings are looked for on the host: the device runs on for so many steps at most
 DESCRIPTION = """\
 Measures a converted checkpoint (docs/eval.md): perplexity of --text or --tokens, exact match over --questions, or both.
 The result is one JSON object, to --out or stdout.
@@ -363,28 +364,29 @@ def _exact_match(given: _Quiz, args: argparse.Namespace, processes: Processes) -
 
   from kimi_k3.generate.clock import CompileClock
   from kimi_k3.generate.loop import Request, generate
-  from kimi_k3.generate.sampling import GREEDY, Sampler
   from kimi_k3.maxtext_adapter.engine import make_engine
 
   engine = processes.together(lambda: make_engine(given.config, args.check_placement))
-  request = Request(
-    given.max_new_tokens,
-    given.config.eos_token_id,
-    Sampler(GREEDY, 1.0, 0),
-    given.config.max_prefill_predict_length,
-    _ends_at(given.stops, given.tokenizer),
-  )
+  stop_id = given.config.eos_token_id
   shown = None if processes.first else True
   with (
     lost_processes(processes),
     tqdm(total=len(given.prompts), unit="question", file=sys.stderr, disable=shown) as bar,
   ):
-    rows, timing = generate(engine, given.prompts, request, clock=CompileClock(), on_finished=lambda _: bar.update())
+    rows, timing = generate(
+      engine,
+      [Request(i, prompt, given.max_new_tokens) for i, prompt in enumerate(given.prompts)],
+      stop_ids=(stop_id,),
+      clock=CompileClock(),
+      ends=_ends_at(given.stops, given.tokenizer),
+      steps_per_call=_STEPS_BETWEEN_STOPS,
+      on_finished=lambda _: bar.update(),
+    )
   if processes.first:
     print(f"{len(rows)} questions on {engine.num_slots} slots: {timing.summary()}", file=sys.stderr)
   completions = []
   for row in rows:
-    ids = row.ids[:-1] if row.ids and row.ids[-1] == request.stop_id else row.ids
+    ids = row.ids[:-1] if row.ids and row.ids[-1] == stop_id else row.ids
     completions.append(exact_match.cut_at(given.tokenizer.decode(ids), given.stops))
   return exact_match.grade(given.questions, given.texts, completions, [row.error for row in rows])
 

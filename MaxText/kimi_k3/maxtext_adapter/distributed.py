@@ -242,7 +242,7 @@ def what_decides(
   for name, value in os.environ.items():
     if name.startswith(_VARIABLES) and name not in _OWN_VARIABLES:
       shown[f"environment variable {name}"] = value
-  return shown | _checkpoint_files(checkpoint)
+  return shown | checkpoint_files(checkpoint)
 
 
 def differences(shown: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> list[str]:
@@ -273,7 +273,7 @@ def _by_process(answers: Sequence[str]) -> str:
   )
 
 
-def _checkpoint_files(path: str) -> dict[str, str]:
+def checkpoint_files(path: str) -> dict[str, str]:
   """Digests of the small files that stand for a checkpoint's content: its record, its tree, the root of its store."""
   from etils import epath
 

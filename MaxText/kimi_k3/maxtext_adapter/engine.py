@@ -16,6 +16,7 @@ from flax.linen import logical_axis_rules
 from jaxtyping import Array, Float
 
 from kimi_k3.errors import InputError
+from kimi_k3.generate.device_loop import NOT_FINITE, Decoded, Plan, Rows, decoded
 from kimi_k3.maxtext_adapter.checkpoint import load_params, storage_settings
 from kimi_k3.maxtext_adapter.quiet import quiet
 from kimi_k3.maxtext_adapter.register import register_engine
@@ -91,6 +92,21 @@ def check_tokens(tokens: np.ndarray, whose: str, vocab_size: int) -> None:
     )
 
 
+def check_rows(rows: Rows, used: Sequence[bool], vocab_size: int) -> np.ndarray:
+  """Returns the steps that each slot's row may still take, 0 where there is none.
+
+  Raises:
+    ValueError: unless `rows` has one row a slot, with a token id and room for one more token where the slot is in use.
+  """
+  check_tokens(np.asarray(rows.tokens), f"for {len(used)} slots", vocab_size)
+  if shapes := {np.shape(leaf) for leaf in jax.tree.leaves(rows)} - {(len(used),)}:
+    raise ValueError(f"rows of shape {', '.join(map(str, sorted(shapes)))}: expected one number a slot, [{len(used)}]")
+  steps = np.where(used, np.asarray(rows.limits) - np.asarray(rows.counts), 0)
+  if done := np.flatnonzero(used & (steps < 1)).tolist():
+    raise ValueError(f"slot {', '.join(map(str, done))}: the row has all the tokens it may get: release it first")
+  return steps
+
+
 class Engine:
   """Prefill, insert, step and release on MaxEngine, with sampling left to the caller.
 
@@ -119,6 +135,11 @@ class Engine:
   def num_slots(self) -> int:
     """Rows that decode at the same time."""
     return self._engine.max_concurrent_decodes
+
+  @property
+  def max_prompt(self) -> int:
+    """Tokens of a prompt, at most."""
+    return self.config.max_prefill_predict_length
 
   @property
   def max_steps(self) -> int:
@@ -180,6 +201,31 @@ class Engine:
     self._state, _ = self._engine.generate(self._params, self._state | {"tokens": fed}, rng=self._rng)
     self._generated = [None if steps is None else steps + 1 for steps in self._generated]
     return self._state["logits"][:, 0]
+
+  def decode(self, rows: Rows, plan: Plan, *, buffer: int) -> Decoded:
+    """Decodes all rows in slots on the device until the plan says to end.
+
+    Args:
+      rows: Of all slots.
+      plan: When to end. None of it is compiled in.
+      buffer: Steps that the program has room for: another number is another program.
+
+    Raises:
+      ValueError: naming the rows whose cache would be full before their limit, or if `rows` are not of all slots.
+    """
+    steps = check_rows(rows, [slot is not None for slot in self._generated], self.config.vocab_size)
+    generated = np.array([slot or 0 for slot in self._generated])
+    if full := np.flatnonzero(generated + steps > self.max_steps).tolist():
+      raise ValueError(
+        f"slot {', '.join(map(str, full))}: the cache holds {self.max_steps} generated tokens (max_target_length - "
+        "max_prefill_predict_length), fewer than the row may still get"
+      )
+    self._state, packed = self._engine.decode(self._params, self._state, rows, plan, buffer)
+    found = decoded(np.asarray(packed))
+    # A row whose logits were not finite has been fed once more than it got tokens.
+    fed = found.counts + (found.status == NOT_FINITE)
+    self._generated = [None if g is None else g + int(fed[slot]) for slot, g in enumerate(self._generated)]
+    return found
 
   def release(self, slot: int) -> None:
     """Empties a slot: its caches become zero.

@@ -20,6 +20,7 @@ from jaxtyping import Array
 from maxtext.inference.maxengine import maxengine
 from maxtext.utils import maxtext_utils, sharding
 
+from kimi_k3.generate.device_loop import Plan, Rows, decode_loop
 from kimi_k3.maxtext_adapter.checkpoint import check_cuts, load_params, storage_settings
 from kimi_k3.maxtext_adapter.engine import checkpoint_path, concrete_rest
 
@@ -93,6 +94,24 @@ class KimiMaxEngine(maxengine.MaxEngine):
     )
     state |= {"next_pos": positions, "generated_tokens": counts}
     return state, _with_validity(result, valid)
+
+  @functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=(2,))
+  def decode(self, params: Any, decode_state: Any, rows: Rows, plan: Plan, buffer: int) -> tuple[Any, Array]:
+    """Decodes all rows in slots until the plan says to end; returns the state and what `device_loop.decoded` reads.
+
+    A row that ends is left alone from then on, as if its slot were empty. The state given is used up.
+    """
+    rng = jax.random.PRNGKey(0)  # upstream wants one, for draws that are not used
+
+    def step(state, tokens, active):
+      positions = jnp.where(active[:, None], state["next_pos"], EMPTY)
+      fed = jnp.where(active, tokens, 0)[:, None].astype(state["tokens"].dtype)
+      state, _ = self.generate(params, state | {"tokens": fed, "next_pos": positions}, rng=rng)
+      return state["logits"][:, 0], self._placed(state)
+
+    active = decode_state["next_pos"][:, 0] >= 0
+    state, packed = decode_loop(step, decode_state, rows, active, plan, buffer=buffer)
+    return self._placed(state), jax.lax.with_sharding_constraint(packed, self.replicated_sharding)
 
   def init_decode_state(self, *arguments: Any, **keywords: Any) -> Any:
     """Returns the decode state with all slots empty."""

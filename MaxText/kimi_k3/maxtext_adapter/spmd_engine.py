@@ -15,9 +15,17 @@ from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Float
 
 from kimi_k3.errors import InputError
+from kimi_k3.generate.device_loop import NOT_FINITE, Decoded, Plan, Rows, decoded
 from kimi_k3.maxtext_adapter.checkpoint import bytes_read, load_params, storage_settings
 from kimi_k3.maxtext_adapter.config import architecture, compute_config
-from kimi_k3.maxtext_adapter.engine import Forward, check_tokens, checkpoint_path, make_mesh, number_of_slots
+from kimi_k3.maxtext_adapter.engine import (
+  Forward,
+  check_rows,
+  check_tokens,
+  checkpoint_path,
+  make_mesh,
+  number_of_slots,
+)
 from kimi_k3.maxtext_adapter.placement import check_placement
 from kimi_k3.moe.decode_kernel import MAX_TOKENS
 from kimi_k3.spmd import programs, slices
@@ -83,6 +91,11 @@ class SpmdEngine:
   def num_slots(self) -> int:
     """Rows that decode at the same time."""
     return self._num_slots
+
+  @property
+  def max_prompt(self) -> int:
+    """Tokens of a prompt, at most."""
+    return self.config.max_prefill_predict_length
 
   @property
   def max_steps(self) -> int:
@@ -163,6 +176,32 @@ class SpmdEngine:
     self._positions[self._positions != EMPTY] += 1
     return logits
 
+  def decode(self, rows: Rows, plan: Plan, *, buffer: int) -> Decoded:
+    """Decodes all rows in slots on the devices until the plan says to end.
+
+    Args:
+      rows: Of all slots.
+      plan: When to end. None of it is compiled in.
+      buffer: Steps that the program has room for: another number is another program.
+
+    Raises:
+      ValueError: naming the rows whose cache would be full before their limit, or if `rows` are not of all slots.
+    """
+    steps = check_rows(rows, (self._positions != EMPTY).tolist(), self.config.vocab_size)
+    limit = self.config.max_target_length
+    if full := np.flatnonzero(self._positions + steps > limit).tolist():
+      raise ValueError(
+        f"slot {', '.join(map(str, full))}: the cache holds {limit} tokens (max_target_length), fewer than the row may "
+        "still get"
+      )
+    program = self._loop(buffer)
+    inputs = placed(program, (self._positions.copy(), rows, plan))
+    self._cache, packed = program.function(self._params, self._cache, *inputs)
+    found = decoded(np.asarray(packed))
+    fed = found.counts + (found.status == NOT_FINITE)
+    self._positions = np.where(self._positions == EMPTY, EMPTY, self._positions + fed).astype(np.int32)
+    return found
+
   def release(self, slot: int) -> None:
     """Empties a slot. What its caches hold is not read again: the next prompt's replace it.
 
@@ -191,6 +230,11 @@ class SpmdEngine:
       raise ValueError(f"slot {', '.join(map(str, bad))}: there are slots 0 to {self.num_slots - 1}")
     if len(set(slots)) < len(slots):
       raise ValueError(f"slots {list(slots)}: one is named twice")
+
+  @functools.lru_cache(maxsize=4)  # noqa: B019 - an engine lives as long as its programs
+  def _loop(self, buffer: int) -> programs.Program:
+    cut = self.config.mla_cache_cut
+    return programs.decode_loop(self.model, rows=self._num_slots, length=self._length, cut=cut, buffer=buffer)
 
   @functools.cached_property
   def _empty_prompt(self) -> Callable[[], dict[str, Array]]:
@@ -309,10 +353,10 @@ def _manual_mesh(config: Any, devices: Sequence[Any] | None) -> tuple[Mesh, Cuts
   return slices.make_mesh(sizes, cuts, found), cuts
 
 
-def placed(program: programs.Program, inputs: Sequence[np.ndarray]) -> tuple[Any, ...]:
-  """Returns a program's last arguments on the devices of its mesh. Every process gives the same values."""
+def placed(program: programs.Program, inputs: Sequence[Any]) -> tuple[Any, ...]:
+  """Returns a program's last arguments, trees of numpy arrays, on its devices. Every process gives the same values."""
   wanted = program.arguments[-len(inputs) :]
-  return tuple(_global(value, leaf.sharding) for value, leaf in zip(inputs, wanted, strict=True))
+  return jax.tree.map(lambda value, leaf: _global(np.asarray(value, leaf.dtype), leaf.sharding), tuple(inputs), wanted)
 
 
 def _global(value: np.ndarray, sharding: Sharding) -> Any:

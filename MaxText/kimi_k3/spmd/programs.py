@@ -16,6 +16,9 @@ from kimi_k3.block import Context
 from kimi_k3.capacity import replicated
 from kimi_k3.capacity.topology import COMPILE_OPTIONS
 from kimi_k3.errors import InputError
+from kimi_k3.generate import device_loop
+from kimi_k3.generate.device_loop import NUM_STOP_IDS, Plan, Rows
+from kimi_k3.generate.sampling import Draws, sample
 from kimi_k3.moe import implementations
 from kimi_k3.spmd.collectives import Collectives
 from kimi_k3.spmd.cuts import Axes, Cuts
@@ -52,18 +55,93 @@ def decode_step(model: SpmdModel, *, rows: int, length: int, cut: str) -> Progra
   """
   cuts = model.cuts
   cache = model.cache(rows, length, cut=cut)
-  comm = Collectives(cuts, rows=cuts.rows, tokens=(), prefill=False)
 
   def step(params: Arrays, cache: Arrays, tokens: Int[Array, " b"], positions: Int[Array, " b"]):
-    upstream = {"positions": positions, "lengths": None, "axes": cuts.heads, "cut": cut, "history": False}
-    context = Context((positions >= 0)[:, None], None, upstream, comm)
-    stream, cache = model.run(params, cache, tokens[:, None], context)
-    return model.logits(params, model.output(params, stream)[:, 0]), cache
+    return _step(model, params, cache, tokens, positions, cut)
 
   row = _abstract(model, (rows,), jnp.int32, cuts.rows)
   arguments = (model.params, cache, row, row)
   results = (NamedSharding(model.mesh, PartitionSpec(cuts.rows or None, cuts.vocab or None)), _shardings(cache))
   return _program(model, step, arguments, results)
+
+
+def decode_loop(model: SpmdModel, *, rows: int, length: int, cut: str, buffer: int) -> Program:
+  """Returns (params, cache, positions [B], rows, plan) -> (cache, what `device_loop.decoded` reads), of many steps.
+
+  Everything is inside one program: the steps, the choice of tokens, the ends of rows. A negative position says that the
+  slot holds no row. The logits of a row are brought whole to one device, which chooses: each device those of its share
+  of the rows. The cache is donated, and is that of one step: nothing is held twice.
+
+  Args:
+    model: On its mesh.
+    rows: B.
+    length: Tokens that a row's latents have room for.
+    cut: How the latents are cut: "sequence" or "batch".
+    buffer: Steps that there is room for.
+  """
+  cuts = model.cuts
+  cache = model.cache(rows, length, cut=cut)
+
+  def loop(params: Arrays, cache: Arrays, positions: Int[Array, " b"], slots: Rows, plan: Plan):
+    def step(state, tokens, active):
+      cache, positions = state
+      # What hangs on the weights alone would be taken out of the loop and held beside them: copies in other layouts.
+      here, tokens = jax.lax.optimization_barrier((params, tokens))
+      logits, cache = _step(model, here, cache, tokens, jnp.where(active, positions, -1), cut)
+      return logits, (cache, positions + active)
+
+    (cache, _), packed = device_loop.decode_loop(
+      step,
+      (cache, positions),
+      slots,
+      positions >= 0,
+      plan,
+      buffer=buffer,
+      choose=functools.partial(_choose, cuts.vocab),
+      total=lambda x: jax.lax.psum(x, cuts.rows) if cuts.rows else x,
+    )
+    return cache, jax.lax.all_gather(packed, cuts.rows, axis=0, tiled=True) if cuts.rows else packed
+
+  def of_rows(dtype: Any) -> jax.ShapeDtypeStruct:
+    return _abstract(model, (rows,), dtype, cuts.rows)
+
+  whole = functools.partial(_abstract, model, dtype=jnp.int32, axes=())
+  draws = Draws(
+    of_rows(jnp.uint32), of_rows(jnp.uint32), of_rows(jnp.float32), of_rows(jnp.int32), of_rows(jnp.float32)
+  )
+  slots = Rows(of_rows(jnp.int32), of_rows(jnp.int32), of_rows(jnp.int32), draws)
+  plan = Plan(whole((NUM_STOP_IDS,)), whole(()), whole(()))
+  arguments = (model.params, cache, of_rows(jnp.int32), slots, plan)
+  return _program(model, loop, arguments, (_shardings(cache), NamedSharding(model.mesh, PartitionSpec())))
+
+
+def _step(model: SpmdModel, params: Arrays, cache: Arrays, tokens: Array, positions: Array, cut: str):
+  """One step inside a device's program."""
+  cuts = model.cuts
+  comm = Collectives(cuts, rows=cuts.rows, tokens=(), prefill=False)
+  upstream = {"positions": positions, "lengths": None, "axes": cuts.heads, "cut": cut, "history": False}
+  context = Context((positions >= 0)[:, None], None, upstream, comm)
+  stream, cache = model.run(params, cache, tokens[:, None], context)
+  return model.logits(params, model.output(params, stream)[:, 0]), cache
+
+
+def _choose(vocab: Axes, logits: Array, draws: Draws, counts: Array) -> tuple[Array, Array]:
+  """Chooses tokens from logits [b, x] whose vocabulary is cut: an all-to-all trades vocabulary for rows, and back."""
+  if not vocab:
+    return sample(logits, draws, counts)
+  rows, parts = logits.shape[0], jax.lax.axis_size(vocab)
+  share = -(-rows // parts)
+
+  def padded(x: Array) -> Array:
+    return jnp.pad(x, ((0, share * parts - rows), *((0, 0),) * (x.ndim - 1)))
+
+  def own(x: Array) -> Array:
+    return jax.lax.dynamic_slice_in_dim(padded(x), jax.lax.axis_index(vocab) * share, share)
+
+  whole = jax.lax.all_to_all(padded(logits), vocab, split_axis=0, concat_axis=1, tiled=True)
+  tokens, finite = sample(whole, jax.tree.map(own, draws), own(counts))
+  both = jax.lax.all_gather(jnp.stack([tokens, finite.astype(jnp.int32)]), vocab, axis=1, tiled=True)[:, :rows]
+  return both[0], both[1] != 0
 
 
 def prefill(
@@ -202,5 +280,5 @@ def _shardings(abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
 
 
 def _abstract(model: SpmdModel, shape: tuple[int, ...], dtype: Any, axes: Axes) -> jax.ShapeDtypeStruct:
-  spec = PartitionSpec(axes or None, *(None,) * (len(shape) - 1))
+  spec = PartitionSpec(*((axes or None, *(None,) * (len(shape) - 1)) if shape else ()))
   return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(model.mesh, spec))

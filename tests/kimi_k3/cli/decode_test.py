@@ -18,6 +18,7 @@ import yaml
 
 from kimi_k3.cli.decode import _REFUSED_KEYS
 from kimi_k3.cli.main import main
+from kimi_k3.generate.host_loop import decode_by_steps
 from kimi_k3.maxtext_adapter import engine
 from kimi_k3.resources import configs_dir
 
@@ -52,7 +53,8 @@ def decode_yml(five_layers) -> str:
     (("max_target_length=4",), "row 0 needs 3 + 4 tokens, longer than the cache: max_target_length is 4"),
     (("max_target_length=0",), "max_target_length is 0, expected a positive whole number"),
     (("per_device_batch_size=0",), "per_device_batch_size is 0"),
-    (("decode_sampling_strategy=nucleus",), "decode_sampling_strategy is 'nucleus', expected 'greedy' or 'weighted'"),
+    (("decode_sampling_strategy=nucleus",), "decode_sampling_strategy is nucleus: set decode_sampling_nucleus_p"),
+    (("decode_sampling_top_k=5",), "decode_sampling_top_k is 5, which decode_sampling_strategy greedy ignores: use topk"),
     (
       ("decode_sampling_strategy=weighted", "decode_sampling_temperature=0"),
       "decode_sampling_temperature is 0.0, expected a positive number",
@@ -192,6 +194,8 @@ class CountingEngine:
 
   def __init__(self, config):
     self.num_slots = int(config.per_device_batch_size)
+    self.max_prompt = config.max_prefill_predict_length
+    self.max_steps = config.max_target_length - self.max_prompt
     self.slots = {}
 
   def logits(self, token, broken) -> np.ndarray:
@@ -207,6 +211,10 @@ class CountingEngine:
 
   def step(self, tokens):
     return jnp.asarray([self.logits(token, self.slots.get(slot, True)) for slot, token in enumerate(tokens)])
+
+  def decode(self, rows, plan, *, buffer):
+    used = [slot in self.slots for slot in range(self.num_slots)]
+    return decode_by_steps(self.step, rows, used, plan, buffer=buffer)
 
   def release(self, slot):
     del self.slots[slot]

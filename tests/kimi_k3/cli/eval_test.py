@@ -17,6 +17,7 @@ import pytest
 from kimi_k3.cli.decode import _REFUSED_KEYS
 from kimi_k3.cli.main import main
 from kimi_k3.evaluate.perplexity import Scores
+from kimi_k3.generate.host_loop import decode_by_steps
 from kimi_k3.maxtext_adapter import engine, scoring
 
 FLOAT32 = ("dtype=float32", "matmul_precision=highest")
@@ -258,7 +259,7 @@ class Parrot:
   """An engine that says what `ANSWERS` hold for the first digit of the last question, a byte at a time; 9 breaks."""
 
   ANSWERS: ClassVar = {"1": b" 2\n#### 2\n\nQuestion: 5", "2": b" so 3.\xfe", "3": b" 1\n#### 5\xfe", "9": b""}
-  num_slots = 2
+  num_slots, max_prompt, max_steps = 2, 256, 64
   prompts: ClassVar[list[bytes]] = []
 
   def __init__(self, _config):
@@ -282,6 +283,10 @@ class Parrot:
     rows = [self.logits(self.slots.get(slot) or b"\0") for slot in range(self.num_slots)]
     self.slots = {slot: rest[1:] for slot, rest in self.slots.items()}
     return jnp.asarray(rows)
+
+  def decode(self, rows, plan, *, buffer):
+    used = [slot in self.slots for slot in range(self.num_slots)]
+    return decode_by_steps(self.step, rows, used, plan, buffer=buffer)
 
   def release(self, slot):
     del self.slots[slot]

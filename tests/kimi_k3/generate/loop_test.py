@@ -1,20 +1,25 @@
-"""The loop on an engine whose language is arithmetic: the next token is a sum of what stood before."""
+"""Rows through slots, on an engine whose language is arithmetic: the next token is a sum of what stood before."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kimi_k3.errors import InputError
 from kimi_k3.generate.clock import CompileClock
-from kimi_k3.generate.loop import Request, Row, Timing, generate
-from kimi_k3.generate.sampling import GREEDY, WEIGHTED, Sampler
+from kimi_k3.generate.device_loop import Decoded
+from kimi_k3.generate.host_loop import decode_by_steps
+from kimi_k3.generate.loop import Call, Generator, Request, Row, SlotEngine, Timing, generate
+from kimi_k3.generate.sampling import SamplingOptions
 
 VOCABULARY = 11
-GREEDILY = Sampler(GREEDY, 1.0, 0)
-MAX_PROMPT = 300
+GREEDILY = SamplingOptions()
+MAX_PROMPT, MAX_STEPS, MAX_SLOTS = 300, 100, 8
 
 
 class NoClock(CompileClock):
@@ -54,11 +59,15 @@ class ArithmeticEngine:
   Attributes:
     num_slots: Rows at a time.
     broken: Histories from which logits are not finite.
+    max_prompt: Tokens of a prompt.
+    max_steps: Steps of a row.
     calls: ("prefill", padded length), ("insert", slot), ("step", tokens fed) and ("release", slot).
   """
 
   num_slots: int
   broken: tuple[tuple[int, ...], ...] = ()
+  max_prompt: int = MAX_PROMPT
+  max_steps: int = MAX_STEPS
   calls: list[tuple] = dataclasses.field(default_factory=list)
   histories: dict[int, list[int]] = dataclasses.field(default_factory=dict)
 
@@ -91,6 +100,18 @@ class ArithmeticEngine:
       history.append(int(tokens[slot]))
     return jnp.asarray([self.logits(self.histories.get(slot)) for slot in range(self.num_slots)])
 
+  def decode(self, rows, plan, *, buffer: int):
+    """Chooses for 8 rows whatever the slots: one program for all tests."""
+    more = MAX_SLOTS - self.num_slots
+    used = [slot in self.histories for slot in range(MAX_SLOTS)]
+
+    def step(tokens):
+      return jnp.pad(self.step(tokens[: self.num_slots]), ((0, more), (0, 0)))
+
+    padded = jax.tree.map(lambda x: np.pad(x, (0, more)), rows)
+    found = decode_by_steps(step, padded, used, plan, buffer=buffer)
+    return Decoded(*(x[: self.num_slots] for x in found[:3]), found.steps)
+
   def called(self, name: str) -> list:
     return [call[1] for call in self.calls if call[0] == name]
 
@@ -99,11 +120,17 @@ class ArithmeticEngine:
     return self.called("insert")
 
 
-def run(prompts, *, slots=2, new=6, stop=None, broken=(), sampler=GREEDILY, finished=None):
+def requests_of(prompts, new: int, sampling=GREEDILY) -> list[Request]:
+  return [Request(i, prompt, new, sampling) for i, prompt in enumerate(prompts)]
+
+
+def run(prompts, *, slots=2, new=6, stop=None, broken=(), sampling=GREEDILY, finished=None, **options):
   engine = ArithmeticEngine(slots, tuple(map(tuple, broken)))
-  request = Request(new, stop, sampler, MAX_PROMPT)
+  assert isinstance(engine, SlotEngine)
   on_finished = (lambda row: finished.append(row.index)) if finished is not None else (lambda _: None)
-  rows, timing = generate(engine, prompts, request, clock=NoClock(), on_finished=on_finished)
+  stop_ids = () if stop is None else (stop,)
+  options = {"stop_ids": stop_ids, "clock": NoClock(), "on_finished": on_finished} | options
+  rows, timing = generate(engine, requests_of(prompts, new, sampling), **options)
   assert engine.histories == {}, "every slot is released"
   return rows, timing, engine
 
@@ -167,7 +194,7 @@ def test_one_new_token_needs_no_step():
   rows, timing, engine = run(PROMPTS, new=1)
   assert [row.ids for row in rows] == [continuation(p, 1) for p in PROMPTS]
   assert [call[0] for call in engine.calls] == ["prefill"] * len(PROMPTS)
-  assert timing.steps == []
+  assert timing.calls == []
   assert "0.0 tok/s (no decoding step)" in timing.summary()
 
 
@@ -213,23 +240,162 @@ def test_each_slot_is_fed_the_last_token_of_its_row():
   assert engine.called("step") == [[first[0], second[0], 0], [first[1], second[1], 0]]
 
 
+class Flat(ArithmeticEngine):
+  """Its logits are nearly equal, so every token is a draw."""
+
+  def logits(self, history: list[int] | None) -> np.ndarray:
+    return super().logits(history) * 0.1
+
+
+def draws(slots: int, requests: list[Request], seed: int = 3) -> list[list[int]]:
+  return [row.ids for row in generate(Flat(slots), requests, stop_ids=(), clock=NoClock(), seed=seed)[0]]
+
+
 def test_draws_of_a_row_depend_on_its_number_and_step_alone():
-  """The engine's logits are nearly flat here, so every token is a draw."""
-
-  class Flat(ArithmeticEngine):
-    def logits(self, history: list[int] | None) -> np.ndarray:
-      return super().logits(history) * 0.1
-
-  def draws(slots: int, prompts, new: int = 12) -> list[list[int]]:
-    request = Request(new, None, Sampler(WEIGHTED, 1.0, 3), MAX_PROMPT)
-    return [row.ids for row in generate(Flat(slots), prompts, request, clock=NoClock())[0]]
-
-  alone = draws(1, PROMPTS)
-  assert draws(5, PROMPTS) == draws(2, PROMPTS) == alone
-  assert draws(5, PROMPTS[:2]) == alone[:2]
+  warm = SamplingOptions(temperature=1.0)
+  alone = draws(1, requests_of(PROMPTS, 12, warm))
+  assert draws(5, requests_of(PROMPTS, 12, warm)) == draws(2, requests_of(PROMPTS, 12, warm)) == alone
+  assert draws(5, requests_of(PROMPTS[:2], 12, warm)) == alone[:2]
+  assert draws(2, requests_of(PROMPTS, 12, warm)[::-1]) == alone[::-1]
+  assert draws(5, requests_of(PROMPTS, 12, warm), seed=4) != alone
   # Equal prompts get draws of their own: of 40 from 11 tokens, some 4 agree by chance.
-  first, second = draws(2, PROMPTS[:1] * 2, new=40)
+  first, second = draws(2, requests_of(PROMPTS[:1] * 2, 40, warm))
   assert sum(a == b for a, b in zip(first[1:], second[1:], strict=True)) < 15
+
+
+def test_a_rows_own_seed_decides_whatever_its_number_and_the_runs_seed():
+  seeded = SamplingOptions(temperature=1.0, seed=9)
+  first, second = draws(2, requests_of(PROMPTS[:1] * 2, 20, seeded))
+  assert first == second == draws(1, [Request(77, PROMPTS[0], 20, seeded)], seed=1)[0]
+  other = SamplingOptions(temperature=1.0, seed=10)
+  assert draws(1, [Request(0, PROMPTS[0], 20, other)])[0] != first
+
+
+def test_rows_choose_each_in_their_own_way_side_by_side():
+  ways = [GREEDILY, SamplingOptions(temperature=1.0), SamplingOptions(temperature=1.0, top_k=1), GREEDILY]
+  rows = [Request(i, [4, 9], 12, way) for i, way in enumerate(ways)]
+  found = draws(4, rows)
+  assert found[0] == found[2] == found[3] == continuation([4, 9], 12)
+  assert found[1] != found[0]
+
+
+def test_each_row_has_its_own_length():
+  requests = [Request(i, prompt, new) for i, (prompt, new) in enumerate(zip(PROMPTS, (1, 9, 3, 20, 2), strict=True))]
+  rows, _ = generate(ArithmeticEngine(2), requests, stop_ids=(), clock=NoClock(), steps_per_call=4)
+  assert [row.ids for row in rows] == [continuation(r.prompt_ids, r.max_new_tokens) for r in requests]
+
+
+@pytest.mark.parametrize("steps", [1, 3, 128])
+def test_how_often_the_host_looks_changes_no_token(steps):
+  stop = continuation([2, 3, 5], 2)[-1]
+  expected, _, _ = run(PROMPTS, new=20, stop=stop)
+  found, timing, _ = run(PROMPTS, new=20, stop=stop, steps_per_call=steps)
+  assert found == expected
+  assert max(call.steps for call in timing.calls) <= steps
+
+
+def test_an_end_that_the_host_sees_cuts_off_what_the_device_made_behind_it():
+  full = continuation([4, 9], 12)
+  rows, _, engine = run([[4, 9], [1]], new=12, ends=lambda ids: ids == full[: len(ids)] and len(ids) == 5, slots=1)
+  assert (rows[0].ids, rows[0].finish_reason) == (full[:5], "stop")
+  assert (rows[1].ids, rows[1].finish_reason) == (continuation([1], 12), "length")
+  assert len(engine.called("step")) == 22, "the device ran to the end of the call"
+
+
+def test_a_request_that_does_not_fit_ends_alone_and_is_told():
+  requests = [
+    Request(0, [1], 3),
+    Request(1, [1] * (MAX_PROMPT + 1), 3),
+    Request(2, [1], MAX_STEPS + 2),
+    Request(3, [], 3),
+    Request(4, [1], 0),
+    Request(5, [1], MAX_STEPS + 1),
+  ]
+  rows, timing = generate(ArithmeticEngine(2), requests, stop_ids=(), clock=NoClock())
+  assert [row.finish_reason for row in rows] == ["length", "error", "error", "error", "error", "length"]
+  assert rows[1].error == (
+    "the prompt has 301 tokens, longer than the prompt cache: max_prefill_predict_length is 300; raise it"
+  )
+  assert rows[2].error is not None and rows[2].error.startswith("102 new tokens do not fit: the cache holds 100")
+  assert rows[3].error == "the prompt is empty: expected one token or more"
+  assert rows[4].error == "max_new_tokens is 0, expected 1 or more"
+  assert len(rows[5].ids) == MAX_STEPS + 1, "the last token is not fed"
+  assert len(timing.first_token) == 2
+
+
+def test_requests_are_taken_only_as_slots_get_free():
+  taken = []
+
+  def endless():
+    for i in itertools.count():
+      taken.append(i)
+      yield Request(i, [1], 3)
+
+  engine = ArithmeticEngine(2)
+  generator = Generator(engine, stop_ids=(), clock=NoClock())
+  ended = []
+
+  def stop_after_four(row: Row) -> None:
+    ended.append(row.index)
+    if len(ended) == 4:
+      generator.stop()
+
+  generator.run(endless(), stop_after_four)
+  assert ended == [0, 1, 2, 3]
+  assert len(taken) <= 4 + 2 + 1, "those in slots, and one to know that more wait"
+  assert engine.histories == {}
+
+
+def test_a_cancelled_row_ends_with_what_it_has_and_makes_room():
+  engine = ArithmeticEngine(2)
+  generator = Generator(engine, stop_ids=(), clock=NoClock(), steps_per_call=2)
+  rows: dict[int, Row] = {}
+  generator.cancel(3)  # before it has started
+
+  def progress(_: int) -> None:
+    if 1 not in rows and engine.histories.get(1, [])[:3] == PROMPTS[1] and len(engine.histories[1]) > 5:
+      generator.cancel(1)
+
+  generator.run(requests_of(PROMPTS, 12), lambda row: rows.update({row.index: row}), progress)
+  assert rows[1].error == rows[3].error == "cancelled"
+  assert rows[1].finish_reason == "error"
+  assert 1 < len(rows[1].ids) < 12
+  assert rows[1].ids == continuation(PROMPTS[1], len(rows[1].ids))
+  assert rows[3].ids == []
+  for i in (0, 2, 4):
+    assert rows[i] == Row(i, PROMPTS[i], continuation(PROMPTS[i], 12), "length")
+  assert engine.histories == {}
+
+
+def test_an_error_of_the_caller_leaves_all_slots_free():
+  engine = ArithmeticEngine(3)
+
+  def full(_: Row) -> None:
+    raise OSError("no space left")
+
+  with pytest.raises(OSError, match="no space left"):
+    generate(engine, requests_of(PROMPTS, 6), stop_ids=(), clock=NoClock(), on_finished=full)
+  assert engine.histories == {}
+
+
+def test_progress_counts_every_new_token_once():
+  counted = []
+  generator = Generator(ArithmeticEngine(2), stop_ids=(), clock=NoClock())
+  total = []
+  generator.run(requests_of(PROMPTS, 6), lambda row: total.append(len(row.ids)), counted.append)
+  assert sum(counted) == sum(total) == 30
+
+
+def test_rows_know_when_they_began_spoke_and_ended():
+  rows, _, _ = run(PROMPTS)
+  for row in rows:
+    assert row.started_s is not None and row.first_token_s is not None and row.ended_s is not None
+    assert row.started_s <= row.first_token_s <= row.ended_s
+
+
+def test_more_end_tokens_than_the_program_has_room_for_are_refused():
+  with pytest.raises(InputError, match="5 stop tokens, expected 4 at most"):
+    Generator(ArithmeticEngine(1), stop_ids=range(5), clock=NoClock())
 
 
 def test_prompts_are_not_changed():
@@ -244,14 +410,15 @@ def test_timing_counts_tokens_of_steps_and_takes_compiling_out():
     def compiling(self, start: float, end: float) -> float:
       return (end - start) / 2
 
-  rows, timing = generate(ArithmeticEngine(2), PROMPTS, Request(4, None, GREEDILY, MAX_PROMPT), clock=HalfOfIt())
+  rows, timing = generate(ArithmeticEngine(2), requests_of(PROMPTS, 4), stop_ids=(), clock=HalfOfIt())
   assert len(timing.first_token) == len(PROMPTS)
-  assert timing.step_tokens == sum(len(row.ids) for row in rows) - len(PROMPTS)
-  assert timing.compiling == pytest.approx(sum(timing.first_token) + sum(timing.steps))
+  assert sum(call.tokens for call in timing.calls) == sum(len(row.ids) for row in rows) - len(PROMPTS)
+  assert timing.compiling == pytest.approx(sum(timing.first_token) + sum(call.seconds for call in timing.calls))
 
 
 def test_the_summary_is_one_line():
-  timing = Timing(first_token=[0.1, 0.3, 0.2], steps=[0.01, 0.03], step_tokens=8, compiling=12.34)
-  expected = "time to first token 200.0 ms (median), 200.0 tok/s (20.0 ms a step, median), compile 12.3 s apart"
+  calls = [Call(0.02, 2, 6), Call(0.06, 2, 2)]
+  timing = Timing(first_token=[0.1, 0.3, 0.2], calls=calls, compiling=12.34)
+  expected = "time to first token 200.0 ms (median), 100.0 tok/s (20.0 ms a step, median), compile 12.3 s apart"
   assert timing.summary() == expected
   assert Timing().summary() == "no token, 0.0 tok/s (no decoding step), compile 0.0 s apart"

@@ -17,7 +17,7 @@ import jax
 from kimi_k3.errors import InputError
 from kimi_k3.generate.clock import CompileClock
 from kimi_k3.generate.loop import Request, generate, to_host
-from kimi_k3.generate.sampling import Sampler
+from kimi_k3.generate.sampling import SamplingOptions
 from kimi_k3.maxtext_adapter import distributed
 from kimi_k3.maxtext_adapter.checkpoint import bytes_read
 from kimi_k3.maxtext_adapter.placement import check_placement
@@ -38,10 +38,9 @@ def answer(request: dict[str, Any], processes: distributed.Processes, events: di
   by_id = {device.id: device for device in jax.devices()}
   engine = SpmdEngine(config, "all", request["order"] and [by_id[number] for number in request["order"]])
   read = bytes_read()
-  sampler = Sampler("weighted" if request["temperature"] else "greedy", request["temperature"] or 1.0, 3)
-  rows, _ = generate(
-    engine, request["prompts"], Request(request["steps"], None, sampler, longest), clock=CompileClock()
-  )
+  sampling = SamplingOptions(temperature=request["temperature"] or 0.0)
+  requests = [Request(i, prompt, request["steps"], sampling) for i, prompt in enumerate(request["prompts"])]
+  rows, _ = generate(engine, requests, stop_ids=(), clock=CompileClock(), seed=3)
   path = config.load_parameters_path
   return {
     "process": processes.number,

@@ -178,7 +178,6 @@ def test_a_number_without_fp8_ends_its_row_alone_and_other_rows_equal_the_refere
   from kimi_k3 import cache
   from kimi_k3.generate.clock import CompileClock
   from kimi_k3.generate.loop import Request, generate
-  from kimi_k3.generate.sampling import GREEDY, Sampler
 
   prompts, loud, token, limit = with_loudest(make_prompts(), fp8_reference)
   monkeypatch.setattr(cache, "_E4M3_LIMIT", limit)  # as if FP8 ended there
@@ -190,8 +189,8 @@ def test_a_number_without_fp8_ends_its_row_alone_and_other_rows_equal_the_refere
       assert np.isnan(found[before:]).all()
     else:
       check(found, latents, prompts[row], fp8_reference)
-  request = Request(STEPS, None, Sampler(GREEDY, 1.0, 0), engine.config.max_prefill_predict_length)
-  rows, _ = generate(engine, prompts, request, clock=CompileClock())
+  requests = [Request(i, prompt, STEPS) for i, prompt in enumerate(prompts)]
+  rows, _ = generate(engine, requests, stop_ids=(), clock=CompileClock())
   assert [row.finish_reason for row in rows] == ["error" if i == loud else "length" for i in range(len(rows))]
   for prompt, row in zip(prompts, rows, strict=True):
     if row.finish_reason == "length":

@@ -10,7 +10,6 @@ import pytest
 from kimi_k3.errors import InputError
 from kimi_k3.generate.clock import CompileClock
 from kimi_k3.generate.loop import Request, generate
-from kimi_k3.generate.sampling import GREEDY, Sampler
 
 TOLERANCE = 1e-4  # of the largest logit: the golden cases' own, see model_test.py
 
@@ -48,8 +47,8 @@ def test_decoding_equals_the_golden_case(case_name, form, settings, request, con
     assert np.abs(found - expected[i]).max() <= TOLERANCE * np.abs(expected).max()
   engine.release(1)
   # Three rows for two slots: one waits, and comes in beside a row in the middle.
-  request = Request(32, None, Sampler(GREEDY, 1.0, 0), longest)
-  rows, _ = generate(engine, case.prompts, request, clock=CompileClock())
+  requests = [Request(i, prompt, 32) for i, prompt in enumerate(case.prompts)]
+  rows, _ = generate(engine, requests, stop_ids=(), clock=CompileClock())
   assert [row.ids for row in rows] == case.greedy
 
 
