@@ -1,4 +1,4 @@
-"""The one error that means: the user's input is at fault, and here is what to do about it."""
+"""The errors that the command line tells apart: the user's input is at fault, or another process has gone."""
 
 
 class InputError(ValueError):
@@ -10,3 +10,10 @@ class InputError(ValueError):
   def __init__(self, message: str):
     # One printable line whatever it quotes: a name may hold line breaks or a terminal's control codes.
     super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split())))
+
+
+LOST_PROCESS_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command may well succeed
+
+
+class LostProcess(OSError):
+  """Another process of the run has ended, so this one cannot go on. The command line exits with LOST_PROCESS_CODE."""

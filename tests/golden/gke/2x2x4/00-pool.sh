@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Makes the node pools: 1 x 2x2x4, each 4 VMs, 16 chips, 32 devices.
+set -euo pipefail
+: "${PROJECT:?set it: Google Cloud project}"
+: "${ZONE:?set it: zone of the TPUs, such as us-central1-c}"
+: "${CLUSTER:?set it: GKE cluster, in the region of ZONE}"
+REGION=${ZONE%-*}
+where=(--project="$PROJECT")
+gcloud compute resource-policies describe k3-batch-2x2x4-policy "${where[@]}" --region="$REGION" >/dev/null 2>&1 ||
+  gcloud compute resource-policies create workload-policy k3-batch-2x2x4-policy "${where[@]}" --region="$REGION" \
+    --type=HIGH_THROUGHPUT --accelerator-topology=2x2x4
+gcloud container node-pools describe k3-batch-2x2x4-pool "${where[@]}" --cluster="$CLUSTER" --location="$REGION" >/dev/null 2>&1 ||
+  gcloud container node-pools create k3-batch-2x2x4-pool "${where[@]}" --cluster="$CLUSTER" --location="$REGION" \
+    --node-locations="$ZONE" --machine-type=tpu7x-standard-4t \
+    --placement-policy=k3-batch-2x2x4-policy \
+    --num-nodes=4 --reservation-affinity=none \
+    --workload-metadata=GKE_METADATA --enable-gvnic --host-maintenance-interval=AS_NEEDED \
+    --max-pods-per-node=15

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Deletes the job and its node pools. Bucket, results and image stay.
+set -euo pipefail
+: "${PROJECT:?set it: Google Cloud project}"
+: "${ZONE:?set it: zone of the TPUs, such as us-central1-c}"
+: "${CLUSTER:?set it: GKE cluster, in the region of ZONE}"
+REGION=${ZONE%-*}
+export BUCKET=deleted IMAGE=deleted:0
+cd "$(dirname "${BASH_SOURCE[0]}")"
+envsubst '${BUCKET} ${IMAGE}' <20-jobset.yaml | kubectl delete --namespace=default --ignore-not-found -f -
+envsubst '${BUCKET} ${IMAGE}' <11-config.yaml | kubectl delete --namespace=default --ignore-not-found -f -
+envsubst '${BUCKET} ${IMAGE}' <10-storage.yaml | kubectl delete --namespace=default --ignore-not-found -f -
+gcloud container node-pools delete k3-batch-2x2x4-pool --quiet --project="$PROJECT" --cluster="$CLUSTER" --location="$REGION"
+gcloud compute resource-policies delete k3-batch-2x2x4-policy --quiet --project="$PROJECT" --region="$REGION"

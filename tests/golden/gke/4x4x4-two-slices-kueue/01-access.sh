@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Lets the job's service account use the bucket.
+set -euo pipefail
+: "${PROJECT:?set it: Google Cloud project}"
+: "${BUCKET:?set it: bucket without gs://}"
+: "${NODE_SERVICE_ACCOUNT:?set it: e-mail of the service account of the nodes, which reads the checkpoint for several slices}"
+number=$(gcloud projects describe "$PROJECT" --format="value(projectNumber)")
+gcloud storage buckets add-iam-policy-binding "gs://$BUCKET" --role=roles/storage.objectUser \
+  --member="principal://iam.googleapis.com/projects/$number/locations/global/workloadIdentityPools/$PROJECT.svc.id.goog/subject/ns/default/sa/k3-batch-4x4x4"
+gcloud storage buckets add-iam-policy-binding "gs://$BUCKET" --role=roles/storage.objectUser \
+  --member="serviceAccount:$NODE_SERVICE_ACCOUNT"

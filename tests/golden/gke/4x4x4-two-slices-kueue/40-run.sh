@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Applies the manifests and waits. Exit code 0: done; 1: failed; 2: refused.
+set -euo pipefail
+: "${BUCKET:?set it: bucket without gs://}"
+: "${IMAGE:?set it: image with a tag, such as us-docker.pkg.dev/PROJECT/REPOSITORY/kimi-k3:0.1.0}"
+case ${IMAGE##*/} in
+  *:latest) echo "IMAGE is $IMAGE: give a tag that will always mean this image" >&2; exit 2 ;;
+  *:* | *@sha256:*) ;;
+  *) echo "IMAGE is $IMAGE: a tag is missing" >&2; exit 2 ;;
+esac
+export BUCKET IMAGE
+cd "$(dirname "${BASH_SOURCE[0]}")"
+namespace=default
+jsonpath='{.status.conditions[?(@.status=="True")].type}'
+conditions() { kubectl get "$@" --namespace="$namespace" -o "jsonpath=$jsonpath"; }
+refuse_ended() {  # KIND/NAME; one that runs is waited for
+  case " $(conditions "$1" --ignore-not-found) " in
+    *" Complete "* | *" Completed "* | *" Failed "*)
+      echo "$1 has ended before, and applying it again runs nothing: kubectl delete $1, then start this again" >&2
+      exit 2 ;;
+  esac
+}
+wait_for() {  # KIND/NAME; ends with 1 when it has failed
+  while true; do
+    case " $(conditions "$1") " in
+      *" Complete "* | *" Completed "*) echo "$1: done"; return ;;
+      *" Failed "*) echo "$1: failed: kubectl describe $1" >&2; exit 1 ;;
+    esac
+    sleep 30
+  done
+}
+apply() { envsubst '${BUCKET} ${IMAGE}' <"$1" | kubectl apply --namespace="$namespace" -f -; }
+apply 10-storage.yaml
+apply 11-config.yaml
+apply 12-kueue.yaml
+refuse_ended jobset/k3-batch-4x4x4
+apply 20-jobset.yaml
+wait_for jobset/k3-batch-4x4x4
+gcloud storage cat "gs://$BUCKET/runs/k3-batch-4x4x4/summary.json"

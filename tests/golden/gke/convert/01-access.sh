@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Lets the job's service account use the bucket.
+set -euo pipefail
+: "${PROJECT:?set it: Google Cloud project}"
+: "${BUCKET:?set it: bucket without gs://}"
+number=$(gcloud projects describe "$PROJECT" --format="value(projectNumber)")
+gcloud storage buckets add-iam-policy-binding "gs://$BUCKET" --role=roles/storage.objectUser \
+  --member="principal://iam.googleapis.com/projects/$number/locations/global/workloadIdentityPools/$PROJECT.svc.id.goog/subject/ns/default/sa/k3"
