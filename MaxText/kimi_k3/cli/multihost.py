@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kimi_k3.errors import InputError
+from kimi_k3.errors import InputError, LostProcess
 
 if TYPE_CHECKING:
   from kimi_k3.maxtext_adapter.distributed import Processes
@@ -21,7 +21,7 @@ _DEFAULT_TIMEOUT_SECONDS = 300.0
 _MOST_SECONDS = 1_000_000
 # Of argparse's, and what may differ between processes: the config file stands for what is read from it, and so do the
 # rows. That --multihost is the same but for the number is checked by its parts.
-_FILES_OF_ROWS = ("prompt_ids", "tokens", "text", "questions", "few_shot")
+_FILES_OF_ROWS = ("input", "prompt_ids", "tokens", "text", "questions", "few_shot")
 _NOT_COMPARED = ("run", "verb", "config", "settings", "multihost", *_FILES_OF_ROWS)
 
 
@@ -102,7 +102,7 @@ def lost_processes(processes: Processes) -> Iterator[None]:
     yield
   except jax.errors.JaxRuntimeError as error:
     reason = " ".join(str(error).split())[:200]
-    raise OSError(
+    raise LostProcess(
       f"process {processes.number} of {processes.count}: stopped, another may have ended: {reason}"
     ) from error
 

@@ -85,9 +85,7 @@ def decode_loop(model: SpmdModel, *, rows: int, length: int, cut: str, buffer: i
   def loop(params: Arrays, cache: Arrays, positions: Int[Array, " b"], slots: Rows, plan: Plan):
     def step(state, tokens, active):
       cache, positions = state
-      # What hangs on the weights alone would be taken out of the loop and held beside them: copies in other layouts.
-      here, tokens = jax.lax.optimization_barrier((params, tokens))
-      logits, cache = _step(model, here, cache, tokens, jnp.where(active, positions, -1), cut)
+      logits, cache = _step(model, params, cache, tokens, jnp.where(active, positions, -1), cut)
       return logits, (cache, positions + active)
 
     (cache, _), packed = device_loop.decode_loop(

@@ -259,7 +259,7 @@ class Parrot:
   """An engine that says what `ANSWERS` hold for the first digit of the last question, a byte at a time; 9 breaks."""
 
   ANSWERS: ClassVar = {"1": b" 2\n#### 2\n\nQuestion: 5", "2": b" so 3.\xfe", "3": b" 1\n#### 5\xfe", "9": b""}
-  num_slots, max_prompt, max_steps = 2, 256, 64
+  num_slots, max_prompt, max_steps = 2, 256, 256
   prompts: ClassVar[list[bytes]] = []
 
   def __init__(self, _config):
