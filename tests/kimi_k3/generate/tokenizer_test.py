@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 
+from kimi_k3.chat import encode_conversation, parse
+from kimi_k3.chat.special_tokens import CHAT_CONTROL, NUM_RANKS, RELEASED
 from kimi_k3.errors import InputError
 from kimi_k3.generate.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer, load_tokenizer
 
@@ -72,9 +75,120 @@ def test_bytes_that_are_no_text_are_replaced(tiktoken):
   assert tiktoken.decode([0xE2, 0x82, ID["hello"]]) == "\N{REPLACEMENT CHARACTER}hello"
 
 
+def test_an_ordinary_token_has_bytes_and_other_ids_have_none(tiktoken):
+  assert tiktoken.token_bytes(0xE2) == b"\xe2"
+  assert tiktoken.token_bytes(ID["你好"]) == "你好".encode()
+  assert tiktoken.token_bytes(OPEN) is tiktoken.token_bytes(999) is None
+  assert tiktoken.special_ids == {"<|end_of_msg|>": END, "<|open|>": OPEN}
+
+
+def released_pieces(text: str) -> list[str]:
+  """The rule of the released code, character by character: blocks, and in them no run of one kind beyond 25000."""
+  pieces = []
+  for first in range(0, len(text), 400_000):
+    block = text[first : first + 400_000]
+    start, run = 0, 0
+    for i, character in enumerate(block):
+      run = run + 1 if i and block[i - 1].isspace() == character.isspace() else 1
+      if run > 25_000:
+        pieces.append(block[start:i])
+        start, run = i, 1
+    pieces.append(block[start:])
+  return pieces
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "ll" * 12_500,  # one run at the limit
+    "ll" * 12_500 + "ll",
+    "l" + "ll" * 40_000 + " l",
+    " " * 25_001 + "hello",
+    "\x1c\u3000\u200b" * 9_000 + " " * 60_000,  # what Python takes for white space, and what it does not
+    "he " * 134_000,  # longer than a block
+    "x" * 399_999 + "hello" + "  " * 30_000 + "hello",
+  ],
+  ids=len,
+)
+def test_long_text_is_cut_where_the_released_tokenizer_cuts_it(tiktoken, text):
+  pieces = released_pieces(text)
+  assert "".join(pieces) == text
+  assert tiktoken.encode(text) == [i for piece in pieces for i in tiktoken._encoding.encode_ordinary(piece)]
+
+
+def test_a_cut_of_a_long_run_changes_the_ids(tiktoken):
+  assert tiktoken.encode("l" * 25_001) == [ID["ll"]] * 12_500 + [ord("l")]
+  assert tiktoken.encode("l" + "l" * 25_001) == [ID["ll"]] * 12_501
+  assert tiktoken.encode("é" + "l" * 25_001)[-2:] == [ord("l"), ID["ll"]], "the l before the cut is left alone"
+
+
+@pytest.fixture(scope="module")
+def released_size(tmp_path_factory) -> Path:
+  """As many ranks as K3 has: the 256 bytes, all pairs of bytes, some of three."""
+  directory = tmp_path_factory.mktemp("released")
+  tokens = itertools.chain.from_iterable(itertools.product(range(256), repeat=n) for n in (1, 2, 3))
+  lines = [b"%s %d\n" % (base64.b64encode(bytes(t)), i) for i, t in enumerate(itertools.islice(tokens, NUM_RANKS))]
+  (directory / "tiktoken.model").write_bytes(b"".join(lines))
+  return directory
+
+
+def specials(**changed: int | None) -> str:
+  """A tokenizer_config.json with K3's names, some of them elsewhere."""
+  names = {name: RELEASED[name] for name in CHAT_CONTROL} | {f"<|{name}|>": i for name, i in changed.items()}
+  return json.dumps({"added_tokens_decoder": {str(i): {"content": n} for n, i in names.items() if i is not None}})
+
+
+def test_k3s_ranks_alone_come_with_k3s_special_tokens(released_size):
+  tokenizer = TiktokenTokenizer(released_size)
+  assert tokenizer.special_ids == RELEASED
+  assert tokenizer.decode([163586, 163592, 163839]) == "<|end_of_msg|><|reserved_token_163592|>[PAD]"
+  assert max(tokenizer.encode("<|open|><|reserved_token_163592|>")) < NUM_RANKS
+
+
+@pytest.mark.parametrize(
+  ("config", "said"),
+  [
+    (
+      specials(open=163588, close=163587),
+      r"<\|open\|> is 163588, expected 163587, <\|close\|> is 163587, expected 163588",
+    ),
+    (specials(sep=None), r"<\|sep\|> is missing, expected 163589"),
+    (specials(end_of_msg=163585), r"<\|end_of_msg\|> is 163585, expected 163586"),
+  ],
+)
+def test_k3s_ranks_with_control_tokens_elsewhere_are_refused(released_size, config, said):
+  path = released_size / "tokenizer_config.json"
+  path.write_text(config)
+  try:
+    with pytest.raises(InputError, match=f"tokenizer_config.json: {said}: not K3's ids"):
+      TiktokenTokenizer(released_size)
+  finally:
+    path.unlink()
+
+
+def test_the_same_ranks_with_another_models_special_tokens_are_that_models(released_size):
+  path = released_size / "tokenizer_config.json"
+  path.write_text(json.dumps({"added_tokens_decoder": {"163586": {"content": "<|im_end|>"}}}))
+  try:
+    tokenizer = TiktokenTokenizer(released_size)
+  finally:
+    path.unlink()
+  assert tokenizer.decode([163586, 163587]) == "<|im_end|><|reserved_token_163587|>"
+  with pytest.raises(InputError, match=r"the tokenizer has no <\|end_of_msg\|>"):
+    encode_conversation(tokenizer, [{"role": "user", "content": "hi"}])
+
+
+def test_a_token_with_two_ids_is_refused(tmp_path):
+  write_tiktoken(tmp_path)
+  twice = {"added_tokens_decoder": {"1000": {"content": "<|open|>"}, "1001": {"content": "<|open|>"}}}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(twice))
+  with pytest.raises(InputError, match="two ids to one token"):
+    load_tokenizer(tmp_path)
+
+
 def test_a_changed_file_is_read_anew(tmp_path):
-  first = load_tokenizer(write_tiktoken(tmp_path))
-  second = load_tokenizer(write_tiktoken(tmp_path, ["lo"]))
+  first = TiktokenTokenizer(write_tiktoken(tmp_path))
+  second = TiktokenTokenizer(write_tiktoken(tmp_path, ["lo"]))
   assert first.encode("lo") == [ord("l"), ord("o")]
   assert second.encode("lo") == [256]
 
@@ -121,7 +235,7 @@ def test_two_tokens_with_one_id_are_refused(tmp_path):
 def test_no_special_tokens_are_needed(tmp_path):
   write_tiktoken(tmp_path)
   (tmp_path / "tokenizer_config.json").unlink()
-  assert load_tokenizer(tmp_path).decode([ID["hello"], END]) == f"hello<|{END}|>"
+  assert TiktokenTokenizer(tmp_path).decode([ID["hello"], END]) == f"hello<|{END}|>"
 
 
 def test_without_files_there_is_no_tokenizer(tmp_path):
@@ -172,3 +286,41 @@ def test_a_broken_tokenizer_json_is_refused(tmp_path):
 def test_the_released_form_comes_before_a_tokenizer_json(huggingface, tmp_path):
   del huggingface
   assert isinstance(load_tokenizer(write_tiktoken(tmp_path)), TiktokenTokenizer)
+
+
+@pytest.fixture
+def byte_level(tmp_path) -> HuggingFaceTokenizer:
+  """A byte-level tokenizer.json with K3's control tokens."""
+  from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+  vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+  vocab |= {"he": 256, "\u00f0\u0141": 257}  # the second is half of a character: bytes f0 9f
+  made = Tokenizer(models.BPE(vocab, [("h", "e"), ("\u00f0", "\u0141")]))
+  made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  made.decoder = decoders.Sequence([decoders.ByteLevel()])
+  made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in CHAT_CONTROL])
+  made.save(str(tmp_path / "tokenizer.json"))
+  tokenizer = load_tokenizer(tmp_path)
+  assert isinstance(tokenizer, HuggingFaceTokenizer)
+  return tokenizer
+
+
+def test_each_token_of_a_byte_level_tokenizer_json_has_its_bytes(byte_level):
+  text = "he said: \N{ROCKET} \x00\xad\xff"
+  assert b"".join(byte_level.token_bytes(i) for i in byte_level.encode(text)) == text.encode()
+  assert byte_level.token_bytes(257) == b"\xf0\x9f"
+  assert byte_level.token_bytes(byte_level.special_ids["<|open|>"]) is byte_level.token_bytes(9999) is None
+
+
+def test_a_byte_level_tokenizer_json_with_k3s_tokens_is_good_for_chat(byte_level):
+  said = {"role": "assistant", "content": "<|close|> \N{ROCKET}", "reasoning_content": "he<|open|>"}
+  ids = encode_conversation(byte_level, [said], thinking_effort=None, add_generation_prompt=False)
+  assert sum(i >= 258 for i in ids) == 13, "two a tag: message, think and response, opened and closed; and the end"
+  parsed = parse(byte_level, ids)
+  assert parsed.as_message() == said
+  assert not parsed.problems
+
+
+def test_the_bytes_of_a_token_need_a_byte_level_tokenizer_json(huggingface):
+  with pytest.raises(InputError, match=r"tokenizer\.json: no byte-level tokenizer"):
+    huggingface.token_bytes(0)
