@@ -62,7 +62,7 @@ def check_writable(path: str, outside: Sequence[str | Path] = ()) -> None:
       be written to; a disk or a socket may not.
     outside: Directories that are only read: no result goes below them. URLs among them are left alone.
   """
-  if _descriptor(path) is not None:
+  if descriptor_of(path) is not None:
     return
   target = _target(path)
   try:
@@ -103,7 +103,7 @@ def _is_stream(target: Path) -> bool:
   return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
 
 
-def _descriptor(path: str) -> int | None:
+def descriptor_of(path: str) -> int | None:
   """What a name such as /dev/stdout or /dev/fd/3 stands for in this process; None for any other path.
 
   Behind it may be a file that a shell has opened: replacing that file would lose what else goes there.
@@ -130,7 +130,7 @@ def write_whole(path: str, write: Callable[[BinaryIO], object]) -> None:
   Raises:
     InputError: if it cannot be written, the disk being full among others.
   """
-  descriptor = _descriptor(path)
+  descriptor = descriptor_of(path)
   target = None if descriptor is not None else _target(path)
   try:
     if target is None or _is_stream(target):

@@ -14,11 +14,11 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from kimi_k3.errors import InputError
+from kimi_k3.errors import LOST_PROCESS_CODE, InputError, LostProcess
 
-VERBS = ("convert", "verify", "export", "inspect", "slice", "decode", "logits", "eval", "plan", "run")
+VERBS = ("convert", "verify", "export", "inspect", "slice", "decode", "batch", "logits", "eval", "plan", "run")
 # What people look for and does not exist, each with the reason.
-_REFUSED_VERBS = {"serve": "there is no server; use decode with --prompt-ids for many prompts"}
+_REFUSED_VERBS = {"serve": "there is no server; use batch for many prompts"}
 
 _EPILOG = """\
 examples:
@@ -28,6 +28,7 @@ examples:
   kimi-k3 inspect Kimi-K3/
   kimi-k3 slice Kimi-K3/ OUT/ --layers 0-7 --experts 64
   kimi-k3 decode OUT/decode.yml --prompt-ids prompts.json --max-new-tokens 64
+  kimi-k3 batch OUT/decode.yml --in prompts.jsonl --out completions.jsonl
   kimi-k3 logits OUT/decode.yml --tokens prompts.json --out logits.npz
   kimi-k3 eval OUT/decode.yml --text held-out.txt
   kimi-k3 plan configs/models/kimi-k3.yml --topology tpu7x:2x2x4 --decode 64,8192
@@ -89,6 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   except BrokenPipeError:  # the reader of our output has gone
     sys.stderr.close()
     return 141
+  except LostProcess as error:
+    print(f"kimi-k3: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return LOST_PROCESS_CODE
   except OSError as error:  # a full disk behind stdout, a file gone while it was read
     print(f"kimi-k3: error: {' '.join(str(error).split())}", file=sys.stderr)
     return 1

@@ -59,7 +59,7 @@ def test_the_module_is_the_command():
   [
     ((), "the following arguments are required: VERB"),
     (("transcribe",), "invalid choice: 'transcribe'"),
-    (("serve", "OUT"), "serve: there is no server; use decode with --prompt-ids"),
+    (("serve", "OUT"), "serve: there is no server; use batch for many prompts"),
     (("--frobnicate",), "VERB"),
     (("decode",), "the following arguments are required: CONFIG.yml"),
     (("decode", "c.yml", "--frobnicate"), "unrecognized arguments: --frobnicate (settings are key=value"),

@@ -272,6 +272,26 @@ def test_decode_prints_on_the_first_process_alone(verb, golden, tmp_path):
 
 
 @pytest.mark.slow
+def test_batch_writes_on_the_first_process_alone_and_all_go_on_where_it_stopped(verb, golden, tmp_path):
+  lines = [{"prompt_ids": golden.prompts[0]}, [], {"prompt_ids": golden.prompts[1]}]
+  (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+  out = tmp_path / "out.jsonl"
+  words = ("--in", tmp_path / "in.jsonl", "--out", out, "--max-new-tokens", STEPS, "--ignore-eos", *DECODE)
+  first, second = verb("batch", words, words)
+  assert (first.code, second.code, second.out) == (1, 1, ""), first.err + second.err
+  found = [json.loads(line) for line in out.read_text().splitlines()]
+  assert [row["ids"] for row in found] == [golden.greedy[0], [], golden.greedy[1]]
+  assert "in.jsonl: line 2: found [], expected an object" in first.err
+  assert "in.jsonl: line 2" not in second.err
+  out.write_text("".join(line + "\n" for line in out.read_text().splitlines()[:2]) + '{"index": 2, ')
+  first, second = verb("batch", words, words)
+  assert (first.code, second.code, second.out) == (1, 1, ""), first.err + second.err
+  assert first.out.startswith("3 rows (1 failed, 2 of them before) on ")
+  assert "bytes of a torn last line cut off" in first.err
+  assert [json.loads(line) for line in out.read_text().splitlines()] == found
+
+
+@pytest.mark.slow
 def test_logits_of_two_processes_are_those_of_one(verb, golden, tmp_path, converted):
   (tmp_path / "rows.json").write_text(json.dumps(golden.prompts))
   words = ("--tokens", tmp_path / "rows.json", *DECODE)
