@@ -87,14 +87,16 @@ def check_writable(path: str, outside: Sequence[str | Path] = ()) -> None:
 
 def _target(path: str) -> Path:
   """The file that a path leads to, which need not exist."""
+  if not path:
+    raise InputError("an empty path was given, expected a file to write")
   try:
     target = Path(path).resolve()
-    if not path or target.is_symlink():
-      raise InputError(f"{path}: a loop of links" if path else "an empty path was given, expected a file to write")
-    return target
   except (OSError, RuntimeError, ValueError) as error:
     reason = "a loop of links" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or str(error)
     raise InputError(f"{path}: cannot be written: {reason}") from error
+  if target.is_symlink():
+    raise InputError(f"{path}: cannot be written: a loop of links")
+  return target
 
 
 def _is_stream(target: Path) -> bool:

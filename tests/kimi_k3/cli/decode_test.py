@@ -54,7 +54,7 @@ def decode_yml(five_layers) -> str:
     (("max_target_length=0",), "max_target_length is 0, expected a positive whole number"),
     (("per_device_batch_size=0",), "per_device_batch_size is 0"),
     (("decode_sampling_strategy=nucleus",), "decode_sampling_strategy is nucleus: set decode_sampling_nucleus_p"),
-    (("decode_sampling_top_k=5",), "decode_sampling_top_k is 5, which decode_sampling_strategy greedy ignores: use topk"),
+    (("decode_sampling_top_k=5",), "decode_sampling_top_k is 5, which decode_sampling_strategy greedy ignores: use to"),
     (
       ("decode_sampling_strategy=weighted", "decode_sampling_temperature=0"),
       "decode_sampling_temperature is 0.0, expected a positive number",
