@@ -91,10 +91,11 @@ def _target(path: str) -> Path:
     raise InputError("an empty path was given, expected a file to write")
   try:
     target = Path(path).resolve()
+    loop = target.is_symlink()
   except (OSError, RuntimeError, ValueError) as error:
     reason = "a loop of links" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or str(error)
     raise InputError(f"{path}: cannot be written: {reason}") from error
-  if target.is_symlink():
+  if loop:
     raise InputError(f"{path}: cannot be written: a loop of links")
   return target
 

@@ -42,12 +42,16 @@ class SlotEngine(Protocol):
     """Steps that a row can take after any prompt."""
     ...
 
-  def prefill(self, tokens: np.ndarray, true_length: int) -> Any:
-    """Runs a padded prompt; its `logits` [X] are those of the next token."""
+  def rows_together(self, tokens: int) -> int:
+    """Prompts of one padded length that `prefill_together` takes, at most."""
+    ...
+
+  def prefill_together(self, prompts: Sequence[np.ndarray], true_lengths: Sequence[int]) -> Sequence[Any]:
+    """Runs prompts of one padded length; the `logits` [X] of each are those of its next token."""
     ...
 
   def insert(self, prompt: Any, *slots: int) -> None:
-    """Puts what `prefill` returned into empty slots."""
+    """Puts one of what `prefill_together` returned into empty slots."""
     ...
 
   def decode(self, rows: Rows, plan: Plan, *, buffer: int) -> Decoded:
@@ -234,22 +238,41 @@ class Generator:
 
   def _fill(self, slots, waiting, timing, on_finished, on_progress) -> None:
     """Gives each empty slot the next row that needs one: a row that ends with its first token does not."""
-    for number in range(len(slots)):
-      while slots[number] is None and waiting and not self._stopped:
-        request = waiting.take()
-        row = Row(request.index, list(request.prompt_ids), started_s=time.perf_counter())
-        row.error = CANCELLED if self._is_cancelled(row) else self._refusal(request)
-        if row.error is not None:
-          row.finish_reason = "error"
+    while waiting and not self._stopped and (free := [n for n, slot in enumerate(slots) if slot is None]):
+      group = self._next_group(waiting, len(free), on_finished)
+      if not group:
+        continue
+      seconds = self._timed(timing, lambda g=group, f=free: self._prefill(g, f))
+      now = time.perf_counter()
+      for slot in group:
+        slot.row.first_token_s = now
+        timing.first_token.append(seconds)
+      on_progress(sum(len(slot.row.ids) for slot in group))
+      for slot in group:
+        if slot.row.finish_reason is None:
+          slots[free.pop(0)] = slot
         else:
-          seconds = self._timed(timing, lambda n=number, r=row, q=request: self._prefill(n, r, q))
-          row.first_token_s = time.perf_counter()
-          timing.first_token.append(seconds)
-          on_progress(len(row.ids))
-        if row.finish_reason is None:
-          slots[number] = _Slot(row, request)
-        else:
-          _announce(row, on_finished)
+          _announce(slot.row, on_finished)
+
+  def _next_group(self, waiting: _Peekable, room: int, on_finished: Callable[[Row], object]) -> list[_Slot]:
+    """Takes the next rows of one padded length, as many as are run together and have a slot to go to."""
+    group: list[_Slot] = []
+    size = 0
+    while waiting and len(group) < room and not self._stopped:
+      request = waiting.peek()
+      padded = bucket(len(request.prompt_ids), self._engine.max_prompt)
+      if group and (padded != size or len(group) == self._engine.rows_together(size)):
+        break
+      waiting.take()
+      row = Row(request.index, list(request.prompt_ids), started_s=time.perf_counter())
+      row.error = CANCELLED if self._is_cancelled(row) else self._refusal(request)
+      if row.error is not None:
+        row.finish_reason = "error"
+        _announce(row, on_finished)
+      else:
+        group.append(_Slot(row, request))
+        size = padded
+    return group
 
   def _refusal(self, request: Request) -> str | None:
     """Why a row cannot be run."""
@@ -270,16 +293,19 @@ class Generator:
       )
     return None
 
-  def _prefill(self, slot: int, row: Row, request: Request) -> None:
-    n = len(row.prompt_ids)
-    tokens = np.zeros(bucket(n, self._engine.max_prompt), np.int32)
-    tokens[:n] = row.prompt_ids
-    prompt = self._engine.prefill(tokens, n)
-    draws = Draws.of([request.sampling], [row.index], self._seed)
-    token, finite = sample_everywhere(prompt.logits[None], draws, np.array([0]))
-    self._append(row, request, int(token[0]), finite=bool(finite[0]))
-    if row.finish_reason is None:
-      self._engine.insert(prompt, slot)
+  def _prefill(self, group: Sequence[_Slot], free: Sequence[int]) -> None:
+    prompts, lengths = [], [len(slot.row.prompt_ids) for slot in group]
+    for slot, length in zip(group, lengths, strict=True):
+      tokens = np.zeros(bucket(length, self._engine.max_prompt), np.int32)
+      tokens[:length] = slot.row.prompt_ids
+      prompts.append(tokens)
+    places = iter(free)
+    for slot, prompt in zip(group, self._engine.prefill_together(prompts, lengths), strict=True):
+      draws = Draws.of([slot.request.sampling], [slot.row.index], self._seed)
+      token, finite = sample_everywhere(prompt.logits[None], draws, np.array([0]))
+      self._append(slot.row, slot.request, int(token[0]), finite=bool(finite[0]))
+      if slot.row.finish_reason is None:
+        self._engine.insert(prompt, next(places))
 
   def _decode(self, slots: Sequence[_Slot | None], waiting: _Peekable, timing: Timing, on_progress) -> None:
     rows = self._rows(slots)
@@ -391,6 +417,10 @@ class _Peekable:
 
   def __bool__(self) -> bool:
     return self._next is not None
+
+  def peek(self) -> Request:
+    assert self._next is not None
+    return self._next
 
   def take(self) -> Request:
     item = self._next

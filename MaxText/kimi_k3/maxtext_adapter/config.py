@@ -120,6 +120,13 @@ class KimiMaxTextConfig(types.MaxTextConfig):
   prefill_chunk: int | None = pydantic.Field(
     None, gt=0, strict=True, description="Tokens of a prompt that are run at a time; null: all."
   )
+  prefill_rows: int = pydantic.Field(
+    1,
+    gt=0,
+    strict=True,
+    description="Waiting prompts of one padded length that are run together, at most: in one program, which reads the "
+    "weights once.",
+  )
   prefill_expert_implementation: ExpertImplementation | None = pydantic.Field(
     None, description="Routed experts in prefill; null: as in expert_implementation."
   )
@@ -272,6 +279,7 @@ _MANUAL_ONLY: dict[str, tuple[Any, ...]] = {
   "mla_cache_dtype": (None,),
   "prefill_cut": ("sequence",),
   "prefill_chunk": (None,),
+  "prefill_rows": (1,),
   "expert_implementation": ("reference", *TRAINED_EXPERTS),
   "prefill_expert_implementation": (None,),
   "kda_step_implementation": ("portable",),

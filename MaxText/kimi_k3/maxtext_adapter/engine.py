@@ -163,6 +163,21 @@ class Engine:
     )
     return Prefilled(prefix)
 
+  def rows_together(self, tokens: int) -> int:
+    """Prompts of so many tokens that are run together: MaxEngine takes one."""
+    del tokens
+    return 1
+
+  def prefill_together(self, prompts: Sequence[np.ndarray], true_lengths: Sequence[int]) -> list[Prefilled]:
+    """Runs one prompt: `prefill`.
+
+    Raises:
+      ValueError: as `prefill` does, or if there are several.
+    """
+    if len(prompts) != 1:
+      raise ValueError(f"{len(prompts)} prompts together, expected 1")
+    return [self.prefill(prompts[0], true_lengths[0])]
+
   def insert(self, prompt: Prefilled, *slots: int) -> None:
     """Puts a prompt into an empty slot, or into several: rows that go on differently.
 

@@ -33,6 +33,7 @@ from kimi_k3.spmd.cuts import Cuts
 from kimi_k3.spmd.model import SpmdModel
 
 LATENT_TILE = 128  # positions side by side in a TPU's memory, which the kernels read and write whole
+TOKENS_TOGETHER = 8192  # of several prompts: more do not make better use of the weights that are read for them
 EMPTY = -1  # position of a slot that holds no row
 
 
@@ -42,14 +43,15 @@ class SpmdPrefilled:
   Attributes:
     logits: Of its next token [X], float32.
     length: Its tokens.
+    number: Which it is of the prompts that were run together.
   """
 
-  def __init__(self, logits: Float[Array, " X"], length: int, cache: dict[str, Array]):
-    self.logits, self.length = logits, length
+  def __init__(self, logits: Float[Array, " X"], length: int, cache: dict[str, Array], number: int = 0):
+    self.logits, self.length, self.number = logits, length, number
     self._cache: dict[str, Array] | None = cache
 
   def take(self) -> dict[str, Array]:
-    """Returns its caches, once."""
+    """Returns the caches of all that were run together, once."""
     if self._cache is None:
       raise ValueError("this prompt has been inserted before: name all its slots in one call, or prefill it again")
     cache, self._cache = self._cache, None
@@ -123,14 +125,8 @@ class SpmdEngine:
       ValueError: if `true_length` is not a length of `tokens`, they are longer than the prompt cache, or one is no
         token id.
     """
-    check_tokens(tokens, "of a prompt", self.config.vocab_size)
-    if not 1 <= true_length <= tokens.shape[0]:
-      raise ValueError(f"true_length is {true_length}, expected 1 to the {tokens.shape[0]} tokens given")
-    if true_length > self.config.max_prefill_predict_length:
-      raise ValueError(
-        f"a prompt of {true_length} tokens, longer than the prompt cache of {self.config.max_prefill_predict_length}"
-      )
-    cache = self._empty_prompt()
+    self._check_prompt(tokens, true_length)
+    cache = self._empty_prompts(1)()
     chunk = self.config.prefill_chunk or tokens.shape[0]
     logits: Any = None
     size = self._padded(min(chunk, tokens.shape[0]))  # of every part: two programs at most, whatever the length
@@ -138,10 +134,50 @@ class SpmdEngine:
       part = tokens[start : min(start + chunk, true_length)]
       padded = np.zeros((1, size), np.int32)
       padded[0, : part.shape[0]] = part
-      run = self._prefill(size, start > 0)
+      run = self._prefill(1, size, start > 0)
       inputs = (padded, _row(start), _row(part.shape[0]))
       logits, cache = run.function(self._params, cache, *placed(run, inputs))
     return SpmdPrefilled(logits[0], true_length, cache)
+
+  def rows_together(self, tokens: int) -> int:
+    """Prompts of so many tokens, pads included, that are run together: a power of two, `prefill_rows` at most.
+
+    They have no more tokens in all than `prefill_chunk`, or without one than the longest prompt may have or
+    TOKENS_TOGETHER.
+    """
+    room = self.config.prefill_chunk or max(self.config.max_prefill_predict_length, TOKENS_TOGETHER)
+    return 1 << max(0, min(self.config.prefill_rows, room // self._padded(tokens)).bit_length() - 1)
+
+  def prefill_together(self, prompts: Sequence[np.ndarray], true_lengths: Sequence[int]) -> list[SpmdPrefilled]:
+    """Runs prompts of one padded length in one program, which reads the weights once.
+
+    Args:
+      prompts: Each [T], padded on the right; 1 to `rows_together(T)`. One alone is run by `prefill`.
+      true_lengths: Of each.
+
+    Raises:
+      ValueError: as `prefill` does, or if the prompts are of several padded lengths, or too many.
+    """
+    if len(prompts) == 1:
+      return [self.prefill(prompts[0], true_lengths[0])]
+    if len({prompt.shape for prompt in prompts}) != 1:
+      raise ValueError(f"prompts of shapes {[prompt.shape for prompt in prompts]}: expected one padded length")
+    size = prompts[0].shape[0]
+    rows = self.rows_together(size)
+    if len(prompts) > rows:
+      raise ValueError(f"{len(prompts)} prompts of {size} tokens together, expected {rows} at most")
+    for prompt, length in zip(prompts, true_lengths, strict=True):
+      self._check_prompt(prompt, length)
+    padded, lengths = np.zeros((rows, self._padded(size)), np.int32), np.zeros(rows, np.int32)
+    for number in range(rows):  # rows that are left over repeat the first: no row is without tokens
+      source = number if number < len(prompts) else 0
+      padded[number, : true_lengths[source]] = prompts[source][: true_lengths[source]]
+      lengths[number] = true_lengths[source]
+    run = self._prefill(rows, padded.shape[1], False)
+    logits, cache = run.function(
+      self._params, self._empty_prompts(rows)(), *placed(run, (padded, np.zeros(rows, np.int32), lengths))
+    )
+    return [SpmdPrefilled(logits[i], length, cache, i) for i, length in enumerate(true_lengths)]
 
   def insert(self, prompt: SpmdPrefilled, *slots: int) -> None:
     """Puts a prompt into an empty slot, or into several: rows that go on differently.
@@ -154,7 +190,7 @@ class SpmdEngine:
       raise ValueError(f"slot {', '.join(map(str, used))} is in use: release it first")
     cache = prompt.take()
     for slot in slots:
-      self._cache = self._insert(self._cache, cache, slot)
+      self._cache = self._insert(self._cache, cache, prompt.number, slot)
       self._positions[slot] = prompt.length
 
   def step(self, tokens: np.ndarray) -> Float[Array, "B X"]:
@@ -223,6 +259,15 @@ class SpmdEngine:
         f"prompt may have {tokens}: set prefill_chunk={MAX_TOKENS}, or grouped or reference"
       )
 
+  def _check_prompt(self, tokens: np.ndarray, true_length: int) -> None:
+    check_tokens(tokens, "of a prompt", self.config.vocab_size)
+    if not 1 <= true_length <= tokens.shape[0]:
+      raise ValueError(f"true_length is {true_length}, expected 1 to the {tokens.shape[0]} tokens given")
+    if true_length > self.config.max_prefill_predict_length:
+      raise ValueError(
+        f"a prompt of {true_length} tokens, longer than the prompt cache of {self.config.max_prefill_predict_length}"
+      )
+
   def _check_slots(self, slots: Any) -> None:
     if not slots:
       raise ValueError("no slot named")
@@ -236,17 +281,17 @@ class SpmdEngine:
     cut = self.config.mla_cache_cut
     return programs.decode_loop(self.model, rows=self._num_slots, length=self._length, cut=cut, buffer=buffer)
 
-  @functools.cached_property
-  def _empty_prompt(self) -> Callable[[], dict[str, Array]]:
-    return programs.make_empty(self.model.cache(1, self._prompt_length, cut="sequence", cut_rows=False))
+  @functools.lru_cache(maxsize=8)  # noqa: B019 - an engine lives as long as its programs
+  def _empty_prompts(self, rows: int) -> Callable[[], dict[str, Array]]:
+    return programs.make_empty(self.model.cache(rows, self._prompt_length, cut="sequence", cut_rows=False))
 
   def _padded(self, tokens: int) -> int:
     return padded_length(self.model, self.config.prefill_cut, tokens)
 
   @functools.lru_cache(maxsize=64)  # noqa: B019 - an engine lives as long as its programs
-  def _prefill(self, tokens: int, history: bool) -> programs.Program:
+  def _prefill(self, rows: int, tokens: int, history: bool) -> programs.Program:
     return programs.prefill(
-      self.model, rows=1, tokens=tokens, length=self._prompt_length, cut=self.config.prefill_cut, history=history
+      self.model, rows=rows, tokens=tokens, length=self._prompt_length, cut=self.config.prefill_cut, history=history
     )
 
 

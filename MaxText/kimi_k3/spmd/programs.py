@@ -85,7 +85,9 @@ def decode_loop(model: SpmdModel, *, rows: int, length: int, cut: str, buffer: i
   def loop(params: Arrays, cache: Arrays, positions: Int[Array, " b"], slots: Rows, plan: Plan):
     def step(state, tokens, active):
       cache, positions = state
-      logits, cache = _step(model, params, cache, tokens, jnp.where(active, positions, -1), cut)
+      small = {k: v for k, v in params.items() if v.size * v.dtype.itemsize < 4 * 2**20 and v.shape[-1] < 8}
+      small, tokens = jax.lax.optimization_barrier((small, tokens))
+      logits, cache = _step(model, params | small, cache, tokens, jnp.where(active, positions, -1), cut)
       return logits, (cache, positions + active)
 
     (cache, _), packed = device_loop.decode_loop(
@@ -222,7 +224,7 @@ def prepare_experts(model: SpmdModel, params: Arrays) -> Arrays:
   return found
 
 
-def insert(cache: Arrays, prompt: Arrays, slot: int | Int[Array, ""]) -> Arrays:
+def insert(cache: Arrays, prompts: Arrays, number: int | Int[Array, ""], slot: int | Int[Array, ""]) -> Arrays:
   """Returns the caches of all rows with those of one prompt in a row. Use under jit, with the caches donated.
 
   Whatever was in the row is replaced; latents behind the prompt's are left, and no row sees them before it has written
@@ -230,15 +232,17 @@ def insert(cache: Arrays, prompt: Arrays, slot: int | Int[Array, ""]) -> Arrays:
 
   Args:
     cache: Leaves [n, B, ...].
-    prompt: Leaves [n, 1, ...]; latents [n, 1, S', .] with S' at most S.
+    prompts: Leaves [n, R, ...]; latents [n, R, S', .] with S' at most S.
+    number: Which of them.
     slot: The row.
   """
 
-  def put(all_rows, one):
+  def put(all_rows, some):
+    one = jax.lax.dynamic_slice_in_dim(some, number, 1, 1)
     start = (0, slot, *(0,) * (all_rows.ndim - 2))
     return jax.lax.dynamic_update_slice(all_rows, one.astype(all_rows.dtype), start)
 
-  return {name: put(leaf, prompt[name]) for name, leaf in cache.items()}
+  return {name: put(leaf, prompts[name]) for name, leaf in cache.items()}
 
 
 def replicated_leaves(model: SpmdModel) -> replicated.Replicated:

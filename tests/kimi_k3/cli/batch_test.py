@@ -67,6 +67,12 @@ class ArithmeticEngine:
     history = tokens[:true_length].tolist()
     return types.SimpleNamespace(logits=jnp.asarray(logits(history)), history=history)
 
+  def rows_together(self, _tokens):
+    return 1
+
+  def prefill_together(self, prompts, true_lengths):
+    return [self.prefill(*one) for one in zip(prompts, true_lengths, strict=True)]
+
   def insert(self, prompt, *slots):
     (slot,) = slots
     assert slot not in self.histories

@@ -206,6 +206,12 @@ class CountingEngine:
     broken = tokens[0] == 99
     return types.SimpleNamespace(logits=jnp.asarray(self.logits(tokens[true_length - 1], broken)), broken=broken)
 
+  def rows_together(self, _tokens):
+    return 1
+
+  def prefill_together(self, prompts, true_lengths):
+    return [self.prefill(*one) for one in zip(prompts, true_lengths, strict=True)]
+
   def insert(self, prompt, *slots):
     self.slots |= dict.fromkeys(slots, prompt.broken)
 

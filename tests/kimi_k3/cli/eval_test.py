@@ -276,6 +276,12 @@ class Parrot:
     rest = self.ANSWERS[chr(text[text.rindex(b"Q") :].split(b": ")[1][0])]
     return types.SimpleNamespace(logits=jnp.asarray(self.logits(rest)), rest=rest)
 
+  def rows_together(self, _tokens):
+    return 1
+
+  def prefill_together(self, prompts, true_lengths):
+    return [self.prefill(*one) for one in zip(prompts, true_lengths, strict=True)]
+
   def insert(self, prompt, *slots):
     self.slots |= dict.fromkeys(slots, prompt.rest[1:])
 

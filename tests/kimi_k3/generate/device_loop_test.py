@@ -105,6 +105,33 @@ def test_no_rows_and_no_steps_change_nothing():
     np.testing.assert_array_equal(after, state)
 
 
+@pytest.mark.slow
+def test_prompts_that_are_run_together_give_the_rows_that_each_gives_alone(
+  k3_tiny, convert, float32_config, monkeypatch
+):
+  from kimi_k3.maxtext_adapter import spmd_engine
+  from kimi_k3.maxtext_adapter.engine import make_engine
+
+  lengths = {"max_prefill_predict_length": 300, "max_target_length": 312, "per_device_batch_size": 5}
+  settings = ("partitioning=manual", "prefill_rows=4")
+  engine = make_engine(float32_config(convert(k3_tiny.checkpoint, "--scan"), *settings, **lengths))
+  assert [engine.rows_together(n) for n in (256, 2048, 4096, 5000)] == [4, 4, 2, 1]
+  prompts = [list(k3_tiny.prompts[i % 3][: 1 + 17 * i]) for i in range(7)]
+  requests = [Request(i, prompt, 12) for i, prompt in enumerate(prompts)]
+  groups = []
+  together = engine.prefill_together
+  monkeypatch.setattr(engine, "prefill_together", lambda p, n: (groups.append(len(p)), together(p, n))[1])
+  found = [row.ids for row in generate(engine, requests, stop_ids=(), clock=CompileClock())[0]]
+  assert groups[:2] == [4, 1]
+  monkeypatch.setattr(spmd_engine, "TOKENS_TOGETHER", 300)
+  assert engine.rows_together(256) == 1
+  groups.clear()
+  assert [row.ids for row in generate(engine, requests, stop_ids=(), clock=CompileClock())[0]] == found
+  assert set(groups) == {1}
+  with pytest.raises(ValueError, match="2 prompts of 256 tokens together, expected 1 at most"):
+    engine.prefill_together([np.zeros(256, np.int32)] * 2, [3, 4])
+
+
 @pytest.mark.slow  # both engines; tests/kimi_k3/model_test.py and spmd/model_test.py decode golden cases by default
 @pytest.mark.parametrize("settings", [(), ("partitioning=manual",)], ids=["auto", "manual"])
 def test_rows_of_k3_are_the_same_alone_by_steps_and_in_turns(k3_tiny, convert, float32_config, monkeypatch, settings):

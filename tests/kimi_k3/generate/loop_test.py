@@ -44,6 +44,10 @@ def continuation(prompt: list[int], count: int) -> list[int]:
   return history[len(prompt) :]
 
 
+def continuation_of(prompt: list[int], count: int) -> list[int]:
+  return [*prompt, *continuation(prompt, count)]
+
+
 @dataclasses.dataclass
 class Prompt:
   """What the engine gives for a prompt."""
@@ -61,13 +65,15 @@ class ArithmeticEngine:
     broken: Histories from which logits are not finite.
     max_prompt: Tokens of a prompt.
     max_steps: Steps of a row.
-    calls: ("prefill", padded length), ("insert", slot), ("step", tokens fed) and ("release", slot).
+    together: Prompts that are run together.
+    calls: ("together", prompts), ("prefill", padded length), ("insert", slot), ("step", tokens fed), ("release", slot).
   """
 
   num_slots: int
   broken: tuple[tuple[int, ...], ...] = ()
   max_prompt: int = MAX_PROMPT
   max_steps: int = MAX_STEPS
+  together: int = 1
   calls: list[tuple] = dataclasses.field(default_factory=list)
   histories: dict[int, list[int]] = dataclasses.field(default_factory=dict)
 
@@ -81,6 +87,16 @@ class ArithmeticEngine:
     assert not tokens[true_length:].any()
     history = tokens[:true_length].tolist()
     return Prompt(history, jnp.asarray(self.logits(history)))
+
+  def rows_together(self, tokens: int) -> int:
+    del tokens
+    return self.together
+
+  def prefill_together(self, prompts, true_lengths) -> list[Prompt]:
+    assert len({len(prompt) for prompt in prompts}) == 1
+    assert len(prompts) <= self.together
+    self.calls.append(("together", len(prompts)))
+    return [self.prefill(*one) for one in zip(prompts, true_lengths, strict=True)]
 
   def insert(self, prompt: Prompt, *slots: int) -> None:
     (slot,) = slots
@@ -157,7 +173,8 @@ def test_a_row_that_ends_early_makes_room_at_once():
   assert rows[0].ids == continuation([1], 2)
   # Rows 0 and 1 start, one step ends row 0, row 2 takes its slot while row 1 goes on.
   expected = [*["prefill", "insert"] * 2, "step", "release", "prefill", "insert"]
-  assert [call[0] for call in engine.calls[: len(expected)]] == expected
+  calls = [call[0] for call in engine.calls if call[0] != "together"]
+  assert calls[: len(expected)] == expected
   assert engine.inserted == [0, 1, 0]
 
 
@@ -193,7 +210,7 @@ def test_without_an_end_token_a_row_goes_on_to_its_length():
 def test_one_new_token_needs_no_step():
   rows, timing, engine = run(PROMPTS, new=1)
   assert [row.ids for row in rows] == [continuation(p, 1) for p in PROMPTS]
-  assert [call[0] for call in engine.calls] == ["prefill"] * len(PROMPTS)
+  assert [call[0] for call in engine.calls if call[0] != "together"] == ["prefill"] * len(PROMPTS)
   assert timing.calls == []
   assert "0.0 tok/s (no decoding step)" in timing.summary()
 
@@ -231,7 +248,22 @@ def test_each_row_is_announced_once_as_it_ends():
 
 def test_prompts_are_padded_to_a_bucket_that_the_cache_holds():
   _, _, engine = run([[1] * 5, [1] * 256, [1] * 257], slots=3, new=1)
-  assert engine.calls == [("prefill", 256), ("prefill", 256), ("prefill", MAX_PROMPT)]
+  assert engine.called("prefill") == [256, 256, MAX_PROMPT]
+
+
+@pytest.mark.parametrize("slots", [1, 3, 5, 8])
+def test_waiting_prompts_of_one_padded_length_are_run_together_where_there_are_slots(slots):
+  prompts = [*PROMPTS, [1] * 257, [2] * 258, [3], [5]]
+  broken = [continuation_of([2, 3, 5], 2)]
+  engine = ArithmeticEngine(slots, tuple(map(tuple, broken)), together=4)
+  rows, timing = generate(engine, requests_of(prompts, 6), stop_ids=(), clock=NoClock())
+  expected, _, _ = run(prompts, slots=2, broken=broken)
+  assert rows == expected
+  groups = engine.called("together")
+  assert sum(groups) == len(prompts) == len(timing.first_token)
+  assert groups[0] == min(slots, 4)
+  if slots == 8:
+    assert groups == [4, 1, 2, 1, 1], "those of another padded length, and those without a slot, come later"
 
 
 def test_each_slot_is_fed_the_last_token_of_its_row():

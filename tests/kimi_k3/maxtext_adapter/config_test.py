@@ -77,7 +77,7 @@ def test_fields_of_our_own_are_not_maxtexts_and_null_for_other_models():
   from maxtext.configs import types
 
   ours = set(KimiMaxTextConfig.model_fields) - set(types.MaxTextConfig.model_fields)
-  partitioning = {"partitioning", "mla_cache_cut", "prefill_cut", "interpret_kernels"}
+  partitioning = {"partitioning", "mla_cache_cut", "prefill_cut", "prefill_rows", "interpret_kernels"}
   implementation = {name for name in ours if name.endswith("_implementation")} | {"decode_sampling_seed", *partitioning}
   unset = {"partition_mesh", "partition_rules", "prefill_chunk", "mla_cache_dtype"}
   assert ours <= set(NEW_NAMES) | implementation | unset
