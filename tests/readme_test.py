@@ -58,7 +58,7 @@ def test_the_shown_demo_output_is_of_these_commands():
 
 @pytest.mark.parametrize("command", RUN_HERE)
 def test_a_readme_command_runs(command, tmp_path):
-  for name in ("tests", "configs"):  # its paths are relative to a checkout; what it writes lands in tmp_path
+  for name in ("tests", "configs", "scripts"):  # its paths are relative to a checkout; what it writes lands in tmp_path
     (tmp_path / name).symlink_to(REPO / name)
   scripts = Path(sys.executable).parent
   run = subprocess.run(
