@@ -85,9 +85,7 @@ def decode_loop(model: SpmdModel, *, rows: int, length: int, cut: str, buffer: i
   def loop(params: Arrays, cache: Arrays, positions: Int[Array, " b"], slots: Rows, plan: Plan):
     def step(state, tokens, active):
       cache, positions = state
-      small = {k: v for k, v in params.items() if v.size * v.dtype.itemsize < 4 * 2**20 and v.shape[-1] < 8}
-      small, tokens = jax.lax.optimization_barrier((small, tokens))
-      logits, cache = _step(model, params | small, cache, tokens, jnp.where(active, positions, -1), cut)
+      logits, cache = _step(model, params, cache, tokens, jnp.where(active, positions, -1), cut)
       return logits, (cache, positions + active)
 
     (cache, _), packed = device_loop.decode_loop(
