@@ -174,6 +174,11 @@ REFUSED = {
   "--topology 2x2x4 --image r/k3": "[image-pinned]",
   "--topology 2x2x4 --name a-name-that-is-so-long-that-no-pod-could-have-it": "[name-length]",
   "--topology 2x2x4 --name 2x2x4": "[name-length]",
+  "--topology 2x2x4 --image r/k3:a|b": "--image is 'r/k3:a|b', expected a name and tag",
+  "--topology 2x2x4 --project=": "--project is empty",
+  "--topology 2x2x4 --image=": "--image is empty",
+  "--topology 2x2x4 -- --out mine.jsonl": "--out given behind --, expected none of",
+  "--topology 2x2x4 --job benchmark -- --summary=x": "--summary=x given behind --",
   "--topology 2x2x4 --config no-such.yml": "cannot be read",
   "--job convert --topology 2x2x4": "runs on CPU nodes",
   "--job convert -- x=1": "runs on CPU nodes",
@@ -200,12 +205,37 @@ def test_refused_with_one_line_and_exit_code_2(gke, capsys, line):
     ("base_config: ../x.yml", "config maps have no folders"),
     ("base_config: gone.yml", "cannot be read"),
     ("base_config: run.yml", "config maps have no folders"),
+    ("base_config: '\u00fc.yml'", "its name of letters, digits and . _ -"),
+    ("a: " + "[" * 5000, "is no YAML"),
+    (f"a: '{'\u00fc' * 500_000}'", "1000005 bytes, expected at most 900000"),
   ],
 )
 def test_a_config_that_cannot_be_is_refused(gke, tmp_path, capsys, text, said):
   (tmp_path / "c.yml").write_text(text)
   assert gke.render.main(["--topology", "2x2x1", "--dry-run", "--config", str(tmp_path / "c.yml")]) == 2
   assert said in capsys.readouterr().err
+
+
+def test_texts_stay_texts_for_kubectl_which_reads_yaml_by_other_rules(gke):
+  # PyYAML leaves these plain, as YAML 1.1 has it, and go-yaml takes them for truth values or numbers.
+  texts = ["y", "N", "1e3", "12E+4", "08", "0o17", "-1e-5", "0X1F", "1_0", "1.5"]
+  for text in (*texts, "null", "yes", "1", ""):
+    (line,) = gke.render._dump([[text]]).splitlines()
+    assert line == f"- '{text}'"
+  for text in ("2x2x4", "k3:1", "e3", "1e3x", "no-1"):
+    assert gke.render._dump([[text]]) == f"- {text}\n"
+  command = main_container(
+    objects_of(rendered(gke, "--topology", "2x2x1", "--", "--max-new-tokens", "08", "a=$(HOME)"))
+  )
+  assert command["command"][-4:-1] == ["--max-new-tokens", "08", "a=$$(HOME)"], "Kubernetes makes $( of $$("
+  assert "- '08'" in rendered(gke, "--topology", "2x2x1", "--", "--max-new-tokens", "08")["20-job.yaml"]
+
+
+def test_a_setting_of_the_command_takes_the_place_of_the_rendered_one(gke):
+  words = ("model_name=kimi-linear-48b-a3b", "load_parameters_path=gs://b/linear/0/items")
+  command = main_container(objects_of(rendered(gke, "--topology", "2x2x1", "--", *words)))["command"]
+  for key in ("model_name", "load_parameters_path"):
+    assert [word for word in command if word.startswith(f"{key}=")] == [word for word in words if word.startswith(key)]
 
 
 def test_dry_run_writes_nothing_and_to_writes_only_into_an_empty_directory(gke, tmp_path, capsys, monkeypatch):
@@ -221,6 +251,12 @@ def test_dry_run_writes_nothing_and_to_writes_only_into_an_empty_directory(gke, 
   assert "expected is an empty directory" in capsys.readouterr().err
   assert gke.render.main(["--topology", "2x2x4"]) == 2
   assert gke.render.main(["--topology", "2x2x4", "--dry-run", "--to", "x"]) == 2
+
+
+def objects_of(files: dict[str, str]) -> dict[str, Any]:
+  (file,) = [file for file in files if file.startswith("20-")]
+  one = yaml.safe_load(files[file])
+  return {one["kind"]: one}
 
 
 # The rules
@@ -690,6 +726,36 @@ def test_files_that_cannot_be_validated_are_refused(gke, tmp_path, capsys, name,
   assert gke.validate.main([]) == 2
 
 
+JOB, JOBSET = "apiVersion: batch/v1\nkind: Job\n", "apiVersion: jobset.x-k8s.io/v1alpha2\nkind: JobSet\n"
+
+
+@pytest.mark.parametrize(
+  ("text", "code", "said"),
+  [
+    ("", 2, "holds no object"),
+    ("---\n---\n", 2, "holds no object"),
+    ("a: " + "[" * 5000, 2, "is no YAML"),
+    ("apiVersion: 5\nkind: Job\nmetadata: {}\n", 2, "expected an object with apiVersion"),
+    ("apiVersion: ../../x\nkind: Job\nmetadata: {}\n", 2, "expected an object with apiVersion"),
+    (f"{JOB}metadata: {{name: x}}\nspec: 5\n", 1, "spec: 5 is not of type 'object'"),
+    (
+      f"{JOB}metadata: {{name: x}}\nspec: {{template: {{spec: {{nodeSelector: [a], containers: [5]}}}}}}\n",
+      1,
+      "[schema]",
+    ),
+    (f"{JOBSET}metadata: {{name: [x]}}\n", 1, "metadata.name is no text"),
+    (f"{JOBSET}metadata: {{name: x}}\nspec: []\n", 1, "spec.replicatedJobs is no list of one or more"),
+    (f"{JOBSET}metadata: {{name: x}}\nspec: {{replicatedJobs: []}}\n", 1, "a JobSet without them runs nothing"),
+    (f"{JOBSET}metadata: {{name: x}}\nspec: {{replicatedJobs: [1, {{}}]}}\n", 1, "the template of a Job"),
+  ],
+)
+def test_what_is_not_shaped_as_an_object_is_told_and_never_called_valid(gke, tmp_path, capsys, text, code, said):
+  (tmp_path / "x.yaml").write_text(text)
+  assert gke.validate.main([str(tmp_path / "x.yaml")]) == code
+  captured = capsys.readouterr()
+  assert said in captured.err + captured.out
+
+
 def test_without_the_schemas_nothing_is_called_valid(gke, monkeypatch, capsys):
   monkeypatch.setitem(sys.modules, "kubernetes_validate", None)
   assert gke.render.main(["--topology", "2x2x4", "--dry-run"]) == 2
@@ -751,7 +817,7 @@ def test_a_lost_process_is_repeated_and_a_failed_run_is_not(good, code, disrupte
 
 
 def test_the_retried_codes_of_the_manifests_and_of_the_wrapper_are_the_same(gke):
-  assert [code for code in range(1, 160) if gke.job.is_retried(code)] == list(gke.manifests.RETRIED_CODES)
+  assert [code for code in range(1, 256) if gke.job.is_retried(code)] == list(gke.manifests.RETRIED_CODES)
 
 
 # The wrapper
@@ -927,12 +993,64 @@ def test_sigterm_ends_the_command_and_the_summary_is_still_written(host, tmp_pat
 
 # Scripts, image, documents
 
+
+@pytest.mark.parametrize(
+  ("words", "said"),
+  [
+    (["--work", "file"], "file cannot be written ("),
+    (["--work", "w", "--keep", "/etc/hosts"], "'/etc/hosts' is no pattern of file names"),
+    (["--work", "w", "--keep", "../x"], "'../x' is no pattern of file names"),
+    (["--work", "w", "--keep", ""], "'' is no pattern of file names"),
+    (["--work", "w", "--copy-every", "0"], "0 s between two copies"),
+    (["--work", "w", "--copy-every", "nan"], "nan is no number of seconds"),
+    (["--work", "w", "--settle", "-1"], "-1 is no number of seconds"),
+  ],
+)
+def test_arguments_of_the_wrapper_that_cannot_be_end_with_2_before_the_command(
+  gke, host, tmp_path, monkeypatch, capsys, words, said
+):
+  host()
+  monkeypatch.chdir(tmp_path)
+  Path("file").touch()
+  try:
+    code = gke.job.main(["--out", "out", *words, "--", "touch", str(tmp_path / "ran")])
+  except SystemExit as end:
+    code = end.code
+  assert code == 2
+  assert said in capsys.readouterr().err
+  assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("name", ["JOB_COMPLETION_INDEX", "KIMI_K3_SLICE", "KIMI_K3_HOSTS"])
+def test_a_variable_that_is_no_number_ends_with_2(run_job, host, tmp_path, monkeypatch, capsys, name):
+  host()
+  monkeypatch.setenv(name, "two")
+  assert run_job("echo row >done.jsonl") == 2
+  assert f"job: error: {name} is 'two', expected a whole number" in capsys.readouterr().err
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_a_log_that_cannot_be_written_or_shown_stops_no_command(gke, run_job, host, tmp_path, monkeypatch, capsys):
+  host()
+
+  def opened(path: Any, mode: str, **options: Any) -> Any:
+    return open("/dev/full" if Path(path).name == "log.txt" else path, mode, **options)
+
+  monkeypatch.setattr(gke.job, "open", opened, raising=False)
+  monkeypatch.setattr(sys, "stdout", None)
+  run_job("for i in 1 2 3; do echo $i; sleep 0.05; done; echo whole >done.jsonl")
+  assert (tmp_path / "out" / "done.jsonl").read_text() == "whole\n"
+  assert capsys.readouterr().err.count("cannot be written (") == 1
+
+
 STUB = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >>"$LOG"
+case "$*" in ${FAILING:-nothing}) echo failed >&2; exit 1 ;; esac
 case "$1 $2" in
   "get jobset/"*)
     if grep -q "^kind: JobSet" "$LOG"; then echo "${CONDITIONS:-Completed}"; else echo "${BEFORE:-}"; fi ;;
   "apply "*) cat >>"$LOG" ;;
+  "delete "*) cat >/dev/null ;;
 esac
 """
 
@@ -987,10 +1105,24 @@ def test_scripts_demand_what_was_not_given_and_refuse_an_image_without_a_tag(clu
   code, error, told = cluster("2x2x4/40-run.sh", BUCKET="b")
   assert (code, told) == (1, "")
   assert "IMAGE: set it" in error
+  for script in ("40-run.sh", "01-access.sh"):
+    code, error, told = cluster(f"2x2x4/{script}", BUCKET="gs://b", PROJECT="p", IMAGE="r/k3:1")
+    assert (code, told, error) == (2, "", "BUCKET is gs://b: give the name alone, without gs://\n")
   for image in ("r.io:5000/k3", "k3:latest"):
     code, error, told = cluster("2x2x4/40-run.sh", BUCKET="b", IMAGE=image)
     assert (code, told) == (2, "")
     assert error.startswith(f"IMAGE is {image}")
+
+
+@pytest.mark.parametrize("failing", ["delete*", "container*pool-0*", "nothing"])
+def test_what_cannot_be_deleted_stops_no_other_deletion(cluster, failing):
+  values = {"PROJECT": "p", "ZONE": "us-central1-c", "CLUSTER": "c", "FAILING": failing}
+  code, error, told = cluster("4x4x4-two-slices-kueue/90-clean-up.sh", **values)
+  for pool_ in ("pool-0", "pool-1"):
+    assert f"node-pools delete k3-batch-4x4x4-{pool_} " in told
+  assert "gcloud compute resource-policies delete k3-batch-4x4x4-policy" in told
+  assert code == (0 if failing == "nothing" else 1)
+  assert ("see above" in error) == (code == 1)
 
 
 def test_the_image_is_pinned_and_built_from_files_that_exist():

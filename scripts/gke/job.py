@@ -25,6 +25,7 @@ import contextlib
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import shutil
 import signal
@@ -38,6 +39,7 @@ from typing import Any
 
 SCHEMA = 1
 REFUSED = 2
+LAST_SIGNAL = 31  # scripts/gke/manifests.py has the same codes in the retry policy
 AGAIN = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong with the input, run it again
 PACKAGES = ("jax", "jaxlib", "libtpu", "maxtext", "maxtext-kimi-k3", "orbax-checkpoint", "tokamax")
 _COPY_ATTEMPTS = 5
@@ -56,9 +58,9 @@ class Host:
   """
 
   def __init__(self, environment: Mapping[str, str]):
-    self.index = int(environment.get("JOB_COMPLETION_INDEX", "0"))
-    self.slice = int(environment.get("KIMI_K3_SLICE", "0") or "0")
-    self.hosts = int(environment.get("KIMI_K3_HOSTS", "1"))
+    self.index = _whole(environment, "JOB_COMPLETION_INDEX", 0)
+    self.slice = _whole(environment, "KIMI_K3_SLICE", 0)
+    self.hosts = _whole(environment, "KIMI_K3_HOSTS", 1)
     self.attempt = environment.get("KIMI_K3_ATTEMPT", "")
     self.topology = environment.get("KIMI_K3_TOPOLOGY", "")
 
@@ -76,16 +78,23 @@ class Refused(Exception):
   """Ends the run before the command starts; its text is one line."""
 
 
+def _whole(environment: Mapping[str, str], name: str, default: int) -> int:
+  text = environment.get(name) or str(default)
+  if not text.isdecimal():
+    raise Refused(f"{name} is {text!r}, expected a whole number: the manifest sets it")
+  return int(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   args = _parse(sys.argv[1:] if argv is None else argv)
-  host = Host(os.environ)
   started = time.time()
   try:
+    host = Host(os.environ)
     _check_writable(args.out, host)
     if not _first_of_its_attempt(args.out, host):
       _say(f"this pod replaces one of the same attempt: exit {AGAIN}, so that all {host.hosts} start again together")
       return AGAIN
-    args.work.mkdir(parents=True, exist_ok=True)
+    _make_work(args.work)
     _restore(args.out, args.work, args.keep)
   except Refused as refusal:
     _say(f"error: {refusal}")
@@ -100,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def is_retried(code: int) -> bool:
   """Whether the manifests' retry policy runs again what ended with this code: 75, and death by a signal."""
-  return code == AGAIN or code > 128
+  return code == AGAIN or 128 < code <= 128 + LAST_SIGNAL
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -110,15 +119,38 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
   parser.add_argument("--out", type=Path, required=True, help="folder of results; a mounted bucket, or any directory")
   parser.add_argument("--work", type=Path, required=True, help="directory on the node, where the command runs")
   parser.add_argument(
-    "--keep", action="append", default=[], metavar="PATTERN", help="files of --work to store, in this order; repeat"
+    "--keep",
+    action="append",
+    default=[],
+    type=_pattern,
+    metavar="PATTERN",
+    help="files of --work to store, in this order; repeat",
   )
-  parser.add_argument("--copy-every", type=float, default=60.0, metavar="SECONDS", help="default: %(default)g")
+  parser.add_argument("--copy-every", type=_seconds, default=60.0, metavar="SECONDS", help="default: %(default)g")
   parser.add_argument(
-    "--grace", type=float, default=45.0, metavar="SECONDS", help="from SIGTERM to SIGKILL of the command"
+    "--grace", type=_seconds, default=45.0, metavar="SECONDS", help="from SIGTERM to SIGKILL of the command"
   )
-  parser.add_argument("--settle", type=float, default=20.0, metavar="SECONDS", help="see above; default: %(default)g")
+  parser.add_argument(
+    "--settle", type=_seconds, default=20.0, metavar="SECONDS", help="see above; default: %(default)g"
+  )
   parser.add_argument("command", nargs="+", metavar="-- COMMAND", help="what to run")
-  return parser.parse_args(argv)
+  args = parser.parse_args(argv)
+  if args.copy_every == 0:
+    parser.error("argument --copy-every: 0 s between two copies, expected more")
+  return args
+
+
+def _pattern(text: str) -> str:
+  if text in ("", ".", "..") or "/" in text or "**" in text:
+    raise argparse.ArgumentTypeError(f"{text!r} is no pattern of file names: files in folders are not stored")
+  return text
+
+
+def _seconds(text: str) -> float:
+  seconds = float(text)
+  if not 0 <= seconds < math.inf:
+    raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+  return seconds
 
 
 def _say(text: str) -> None:
@@ -139,6 +171,14 @@ def _check_writable(out: Path, host: Host) -> None:
     raise Refused(f"{out} cannot be written ({error}): give the pod's service account access to the bucket") from error
   if found != word:
     raise Refused(f"{probe} reads {found!r} after {word!r} was written: mount the bucket without caches of content")
+
+
+def _make_work(work: Path) -> None:
+  try:
+    work.mkdir(parents=True, exist_ok=True)
+    (work / "log.txt").open("ab").close()
+  except OSError as error:
+    raise Refused(f"{work} cannot be written ({error}): give a directory on the node") from error
 
 
 def _first_of_its_attempt(out: Path, host: Host) -> bool:
@@ -196,6 +236,7 @@ class _Run:
     self.told_to_stop = False
     self.folder = args.out / "hosts" / host.name
     self.log = args.work / "log.txt"
+    self._said: set[str] = set()
     self._stored: dict[Path, tuple[int, int]] = {}
     try:
       self.process = subprocess.Popen(
@@ -221,13 +262,21 @@ class _Run:
   def _copy_output(self) -> None:
     if self.process is None or self.process.stdout is None:
       return
-    with self.process.stdout as output, open(self.log, "ab") as log:
+    with self.process.stdout as output, open(self.log, "ab", buffering=0) as log:
       while piece := os.read(output.fileno(), 1 << 16):
-        log.write(piece)
-        log.flush()
-        with contextlib.suppress(OSError):  # the log on the node is the one that counts
+        # The command must not end because its words find no place.
+        try:
+          log.write(piece)
+        except OSError as error:
+          self._say_once(f"{self.log} cannot be written ({error}): the pod's own log goes on")
+        with contextlib.suppress(OSError, AttributeError):  # no stdout; the log on the node is the one that counts
           sys.stdout.buffer.write(piece)
           sys.stdout.buffer.flush()
+
+  def _say_once(self, text: str) -> None:
+    if text not in self._said:
+      self._said.add(text)
+      _say(text)
 
   def wait(self) -> int:
     """Returns the command's exit code as a shell gives it: 128 + n for signal n, 127 if it could not be started."""
@@ -298,7 +347,7 @@ class _Run:
 def _outcome(code: int) -> str:
   if code == AGAIN:
     return "to be run again"
-  if code > 128:
+  if is_retried(code):
     return f"signal {code - 128}"
   return {0: "done", 1: "failed, or done with failed rows", REFUSED: "refused"}.get(code, "failed")
 

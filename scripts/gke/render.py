@@ -42,6 +42,12 @@ _RESULTS = ("--out", "completions.jsonl", "--summary", "batch.json")
 # The state first: completions without it are refused when the run starts again.
 _KEPT = {"batch": ("completions.jsonl.state.json", "completions.jsonl", "batch.json"), "benchmark": ("serve.json",)}
 _CONFIG_BYTES = 900_000  # a config map holds 1 MiB
+_CONFIG_KEY = r"[-._a-zA-Z0-9]+"
+_IMAGE = r"[A-Za-z0-9][A-Za-z0-9._:/@-]*"
+# Set by this script: given a second time they would win, and results be written where nothing is stored from.
+_OWN_FLAGS = ("--in", "--out", "--summary", "--multihost", "--multihost-timeout")
+# Texts that PyYAML leaves plain and kubectl, which follows other rules, reads as truth values or numbers.
+_LOOKS_OTHERWISE = re.compile(r"[yYnN]|[-+]?\.?[0-9][0-9_.]*([eE][-+]?[0-9]+)?|[-+]?0[xXoObB][0-9a-fA-F_]+")
 _MAXTEXT_CONFIG = "base.yml"
 
 
@@ -141,6 +147,7 @@ def render(args: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
   Raises:
     InputError: naming the flag that cannot be.
   """
+  _check_words(args)
   job, notes = _job(args)
   capacity, reservation = shell.parse_capacity(args.capacity)
   place = shell.Place(args.project, args.zone, args.cluster, _bucket(args.bucket), args.image, capacity, reservation)
@@ -172,6 +179,20 @@ def render(args: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
   return files, notes
 
 
+def _check_words(args: argparse.Namespace) -> None:
+  """Refuses what was left empty, what is no image, and arguments of the command that this script sets."""
+  given = {f"--{name}": getattr(args, name) for name in ("name", "project", "zone", "cluster", "image", "out")}
+  given |= {"--in": args.input, "--topology": args.topology, "--checkpoint": args.checkpoint}
+  for flag, value in given.items():
+    if value == "":  # a variable of the shell that was not set
+      raise InputError(f"{flag} is empty, expected a value: give one, or leave the flag out")
+  if args.image is not None and not re.fullmatch(_IMAGE, args.image):
+    raise InputError(f"--image is {args.image!r}, expected a name and tag such as us-docker.pkg.dev/P/R/kimi-k3:0.1.0")
+  for word in args.extra:
+    if word.partition("=")[0] in _OWN_FLAGS:
+      raise InputError(f"{word} given behind --, expected none of {', '.join(_OWN_FLAGS)}: they are set here")
+
+
 def _dump(documents: Sequence[Any]) -> str:
   return "---\n".join(yaml.dump(one, Dumper=_Dumper, sort_keys=False, width=120) for one in documents)
 
@@ -185,7 +206,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-  return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+  style = "|" if "\n" in text else "'" if _LOOKS_OTHERWISE.fullmatch(text) else None
+  return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 def _represent_list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
@@ -285,19 +307,24 @@ def _command(
   args: argparse.Namespace, topology: topologies.Topology, settings: dict[str, Any], bucket: str
 ) -> tuple[str, ...]:
   words = [f"{CONFIG_DIR}/{CONFIG_FILE}"]
-  if args.config is None:
+  if args.config is None and not _sets(args.extra, "model_name"):
     words.append("model_name=kimi-k3")
-  if not settings.get("load_parameters_path"):
+  if not settings.get("load_parameters_path") and not _sets(args.extra, "load_parameters_path"):
     folder = _path(args.checkpoint, "--checkpoint", args.bucket)
     root = f"{SCRATCH_DIR}/checkpoint" if args.storage == "local-ssd" else f"gs://{bucket}/{folder}"
     words.append(f"load_parameters_path={root}/0/items")
   multihost = _MULTIHOST if topology.multi_host else ()
+  extra = [word.replace("$(", "$$(") for word in args.extra]  # Kubernetes puts variables in for $(NAME), and undoes $$
   if args.job == "batch":
     rows = f"{BUCKET_DIR}/{_input(args, 'prompts.jsonl')}"
-    return ("kimi-k3", "batch", *words, "--in", rows, *_RESULTS, *multihost, *args.extra)
+    return ("kimi-k3", "batch", *words, "--in", rows, *_RESULTS, *multihost, *extra)
   if args.input is not None:
     raise InputError("--in given with --job benchmark, which makes its own prompts: leave it out")
-  return ("python3", "/app/benchmarks/serve.py", *words, "--out", "serve.json", *multihost, *args.extra)
+  return ("python3", "/app/benchmarks/serve.py", *words, "--out", "serve.json", *multihost, *extra)
+
+
+def _sets(words: Sequence[str], key: str) -> bool:
+  return any(word.startswith(f"{key}=") for word in words)
 
 
 def _configs(
@@ -317,11 +344,14 @@ def _configs(
     base = read.get("base_config")
     if base is None or (base == _MAXTEXT_CONFIG and not (path.parent / base).is_file()):
       break
-    if not isinstance(base, str) or "/" in base or base in found:
-      raise InputError(f"{path}: base_config is {base!r}, expected another file beside it: config maps have no folders")
+    if not isinstance(base, str) or not re.fullmatch(_CONFIG_KEY, base) or base in found:
+      raise InputError(
+        f"{path}: base_config is {base!r}, expected another file beside it, its name of letters, digits and . _ -: "
+        "config maps have no folders"
+      )
     path, name = path.parent / base, base
-  if sum(map(len, found.values())) > _CONFIG_BYTES:
-    raise InputError(f"{first}: {sum(map(len, found.values()))} characters, expected at most {_CONFIG_BYTES}")
+  if (size := sum(len(text.encode()) for text in found.values())) > _CONFIG_BYTES:
+    raise InputError(f"{first}: {size} bytes, expected at most {_CONFIG_BYTES}: config maps hold no more")
   devices = topology.devices
   if args.config is None and _STORED_GIB / devices > _LIMIT_GIB:
     notes.append(
@@ -337,7 +367,7 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
     settings = yaml.safe_load(text)
   except (OSError, UnicodeDecodeError) as error:
     raise InputError(f"--config {path} cannot be read: {error}") from error
-  except yaml.YAMLError as error:
+  except (yaml.YAMLError, RecursionError) as error:
     raise InputError(f"--config {path} is no YAML: {error}") from error
   if not isinstance(settings, dict):
     raise InputError(f"--config {path} holds {type(settings).__name__}, expected lines of key: value")

@@ -52,6 +52,10 @@ class Place:
       value = given.get(name)
       if value is None:
         lines.append(f': "${{{name}:?set it: {VARIABLES[name]}}}"')
+        if name == "BUCKET":
+          lines.append(
+            'case $BUCKET in */*) echo "BUCKET is $BUCKET: give the name alone, without gs://" >&2; exit 2 ;; esac'
+          )
       else:
         lines.append(f"{name}={shlex.quote(value)}")
     return "\n".join(lines) + "\n"
@@ -236,19 +240,21 @@ def _resource(job: Job, file: str) -> str:
 def clean_up(job: Job, place: Place, files: list[str]) -> str:
   """Deletes what the other scripts made, but for the bucket and the image."""
   body = place.assignments("PROJECT", "ZONE", "CLUSTER")
-  body += 'REGION=${ZONE%-*}\nexport BUCKET=deleted IMAGE=deleted:0\ncd "$(dirname "${BASH_SOURCE[0]}")"\n'
-  for file in reversed(files):
-    if "kueue" not in file:  # a queue is other jobs' too
-      body += (
-        f"envsubst '${{BUCKET}} ${{IMAGE}}' <{file} | kubectl delete --namespace={NAMESPACE} --ignore-not-found -f -\n"
-      )
-  for name in pool_names(job):
-    body += (
-      f'gcloud container node-pools delete {name} --quiet --project="$PROJECT" --cluster="$CLUSTER" '
-      '--location="$REGION"\n'
-    )
+  body += 'REGION=${ZONE%-*}\nexport BUCKET=deleted IMAGE=deleted:0\ncd "$(dirname "${BASH_SOURCE[0]}")"\nleft=0\n'
+  commands = [
+    f"envsubst '${{BUCKET}} ${{IMAGE}}' <{file} | kubectl delete --namespace={NAMESPACE} --ignore-not-found -f -"
+    for file in reversed(files)
+    if "kueue" not in file  # a queue is other jobs' too
+  ]
+  commands += [
+    f'gcloud container node-pools delete {name} --quiet --project="$PROJECT" --cluster="$CLUSTER" --location="$REGION"'
+    for name in pool_names(job)
+  ]
   if job.multi_host:
-    body += (
-      f'gcloud compute resource-policies delete {job.name}-policy --quiet --project="$PROJECT" --region="$REGION"\n'
+    commands.append(
+      f'gcloud compute resource-policies delete {job.name}-policy --quiet --project="$PROJECT" --region="$REGION"'
     )
+  # One that fails stops no other: what stays costs as long as it stands.
+  body += "".join(f"{command} || left=1\n" for command in commands)
+  body += 'if [ "$left" = 1 ]; then\n  echo "not all was there or could be deleted: see above" >&2\n  exit 1\nfi\n'
   return _script("Deletes the job and its node pools. Bucket, results and image stay.", body)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -95,7 +96,14 @@ def check(files: Mapping[str, str]) -> list[Finding]:
     InputError: for what is no YAML, or where kubernetes-validate is missing.
   """
   bundle = parse(files)
-  return [*_against_schemas(bundle), *rules.check(bundle)]
+  found = _against_schemas(bundle)
+  try:
+    return [*found, *rules.check(bundle)]
+  except (AttributeError, TypeError, ValueError, LookupError):
+    # Rules read fields as the API has them. What they stumbled over is among the findings, or it is a fault of ours.
+    if not found:
+      raise
+    return found
 
 
 def parse(files: Mapping[str, str]) -> Bundle:
@@ -111,23 +119,49 @@ def parse(files: Mapping[str, str]) -> Bundle:
       continue
     try:
       found = [one for one in yaml.safe_load_all(text) if one is not None]
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
       raise InputError(f"{name} is no YAML: {error}") from error
+    if not found:
+      raise InputError(f"{name} holds no object, expected one or more: was it written whole?")
     for one in found:
-      if not isinstance(one, dict) or not isinstance(one.get("kind"), str) or not isinstance(one.get("metadata"), dict):
+      if not _is_object(one):
         raise InputError(f"{name}: expected an object with apiVersion, kind and metadata, found {str(one)[:60]!r}")
       objects.append((name, one))
   return Bundle(objects, scripts)
+
+
+def _is_object(one: object) -> bool:
+  if not isinstance(one, dict) or not isinstance(one.get("kind"), str) or not isinstance(one.get("metadata"), dict):
+    return False
+  version = one.get("apiVersion", "v1")  # without one, the schema says so
+  return isinstance(version, str) and re.fullmatch(r"([a-z0-9.-]+/)?v[a-z0-9]+", version) is not None
 
 
 def _against_schemas(bundle: Bundle) -> list[Finding]:
   found = []
   for file, one in bundle.objects:
     where = f"{one['kind']} {one['metadata'].get('name', '')}"
+    if fault := _jobset_fault(one):
+      found.append(Finding("schema", file, where, fault))
+      continue
     for part, inside in _core_objects(one):
       if fault := _schema_fault(inside):
         found.append(Finding("schema", file, where, f"{part}{fault}"))
   return found
+
+
+def _jobset_fault(one: dict[str, Any]) -> str | None:
+  """What no rule could go on from: JobSet has no schema here."""
+  if one["kind"] != "JobSet":
+    return None
+  entries = one["spec"].get("replicatedJobs") if isinstance(one.get("spec"), dict) else None
+  if not isinstance(one["metadata"].get("name"), str):
+    return "metadata.name is no text: correct it"
+  if not isinstance(entries, list) or not entries:
+    return "spec.replicatedJobs is no list of one or more: a JobSet without them runs nothing: correct it"
+  if not all(isinstance(entry, dict) and isinstance(entry.get("template"), dict) for entry in entries):
+    return "spec.replicatedJobs: each must have a name and the template of a Job: correct it"
+  return None
 
 
 def _core_objects(one: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

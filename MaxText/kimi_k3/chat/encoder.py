@@ -255,6 +255,9 @@ def _response_format(asked: Any) -> str | None:
   kind = asked.get("type") if isinstance(asked, Mapping) else asked
   if not isinstance(asked, Mapping) or kind not in ("text", "json_object", "json_schema"):
     raise InputError(f'response_format: found {kind!r}, expected {{"type": "text", "json_object" or "json_schema"}}')
+  known = ("type", "json_schema") if kind == "json_schema" else ("type",)
+  if unknown := [str(key) for key, item in asked.items() if key not in known and item is not None]:
+    raise InputError(f"response_format: found {', '.join(unknown)} with type {kind}, expected {' and '.join(known)} only")
   if kind == "text":
     return None
   if kind == "json_object":
@@ -264,5 +267,7 @@ def _response_format(asked: Any) -> str | None:
     raise InputError('response_format.json_schema: missing: expected {"schema": {...}}')
   schema = schema.get("schema", schema.get("json_schema", schema))  # named, or the schema itself
   place = "response_format.json_schema"
+  if not isinstance(schema, (Mapping, bool)):
+    raise InputError(f"{place}.schema: found {schema!r}, expected an object")
   to_json(schema, place)  # before sorting: keys that are no text cannot be sorted
   return _RAW_JSON.format(kind=kind) + _SCHEMA.format(schema=to_json(sorted_keys(schema), place, compact=True))

@@ -72,7 +72,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
   )
   parser.add_argument("--ignore-eos", action="store_true", help="go on after the end token")
   parser.add_argument("--strict", action="store_true", help="refuse all if a line is bad, before anything is loaded")
-  parser.add_argument("--retry-errors", action="store_true", help="run rows again that ended with an error")
+  parser.add_argument(
+    "--retry-errors", action="store_true", help="run rows again that ended with an error; their lines may be mended"
+  )
   parser.add_argument("--dry-run", action="store_true", help="check every line, say what would be done, do nothing")
   parser.add_argument("--summary", metavar="FILE.json", help="write counts, seconds and tok/s there")
   add_flags(parser)
@@ -131,7 +133,7 @@ class _Batch:
     args, given = self._args, self._given
     if not args.dry_run:
       held.enter_context(self._out.locked())
-    self._out.look(given.prompts, given.settings)
+    self._out.look(given.prompts, given.settings, mended=args.retry_errors)
     if self._out.torn:
       verb = "would be cut off" if args.dry_run else "cut off"
       _say(f"{args.out}: {self._out.torn} bytes of a torn last line {verb}; its row is run again")
@@ -258,7 +260,7 @@ class _Batch:
     if failed:
       _say(
         f"{self._args.out}: {len(failed)} row(s) failed: {named_lines(failed, len(failed))} of "
-        f"{self._given.prompts.path}; --retry-errors runs them again"
+        f"{self._given.prompts.path}; --retry-errors runs them again, and such lines may be mended first"
       )
     if self._before == rows:
       print(f"{self._args.out}: all {rows} rows are there, {len(failed)} of them failed: nothing to do")

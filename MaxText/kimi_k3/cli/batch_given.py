@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from kimi_k3.cli.inputs import check_writable, descriptor_of
 from kimi_k3.cli.multihost import shown_by
 from kimi_k3.errors import InputError
 from kimi_k3.generate.batch_input import PromptFile, Rules
+from kimi_k3.generate.batch_output import Completions
 
 if TYPE_CHECKING:
   from kimi_k3.generate.sampling import SamplingOptions
@@ -71,6 +73,11 @@ def read_given(args: argparse.Namespace, processes: Processes) -> Given:
   # The model's sizes, whatever the lengths: those come from the rows.
   model = read_config(args.config, args.settings, **_lengths([(1, 1)], explicit))
   sampling = run_sampling(model)
+  if args.max_new_tokens >= model.max_position_embeddings:
+    raise InputError(
+      f"--max-new-tokens is {args.max_new_tokens}, expected less than {model.max_position_embeddings}, which a prompt "
+      "and its new tokens may have together (max_position_embeddings of the model)"
+    )
   prompts = PromptFile(args.input, _rules(args, model, tokenizer, sampling))
   lengths = _lengths(zip(prompts.prompt_tokens, prompts.new_tokens, strict=True), explicit)
   config = read_config(args.config, args.settings, **lengths, per_device_batch_size=slots_a_device(prompts.rows))
@@ -97,14 +104,13 @@ def _check_files(args: argparse.Namespace) -> None:
     raise InputError(f"{args.out}: is no file, expected one that can be gone on with")
   if args.summary:
     check_writable(args.summary)
-  paths = {name: Path(path).resolve() for name, path in (("--in", args.input), ("--out", args.out)) if path}
-  if args.summary:
-    paths["--summary"] = Path(args.summary).resolve()
-  names = list(paths)
-  for i, one in enumerate(names):
-    for other in names[i + 1 :]:
-      if paths[one] == paths[other]:
-        raise InputError(f"{one} and {other} are one file: {paths[one]}")
+  # Files beside --out are replaced and removed by their names.
+  paths = {"CONFIG": args.config, "--in": args.input, "--out": args.out, "--summary": args.summary}
+  found = {name: Path(path).resolve() for name, path in paths.items() if path}
+  found |= {f"{path.name} beside --out": path for path in Completions(args.out).beside}
+  for one, other in itertools.combinations(found, 2):
+    if found[one] == found[other]:
+      raise InputError(f"{one} and {other} are one file: {found[one]}")
 
 
 def _rules(args: argparse.Namespace, model: Any, tokenizer: Tokenizer | None, sampling: SamplingOptions) -> Rules:

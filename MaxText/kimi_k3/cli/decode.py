@@ -143,6 +143,11 @@ def refuse_ignored(explicit: Mapping[str, Any]) -> None:
   for key in sorted(explicit.keys() & _REFUSED_KEYS.keys()):
     if explicit[key]:
       raise InputError(f"{key}: {_REFUSED_KEYS[key]}")
+  if explicit.get("decode_sampling_strategy", "greedy") == "greedy" and explicit.get("decode_sampling_temperature"):
+    raise InputError(
+      f"decode_sampling_temperature is {explicit['decode_sampling_temperature']}, which decode_sampling_strategy "
+      "greedy ignores: use weighted"
+    )
 
 
 def tokenizer_directory(config: str, explicit: Mapping[str, Any]) -> Path:

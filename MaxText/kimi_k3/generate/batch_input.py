@@ -28,6 +28,8 @@ DIGEST_BYTES = 8  # of a line: two that differ have one digest once in 2**64
 MOST_TOKENS = 2**31 - 1
 _SHOWN = 5
 _QUOTED = 60  # characters of a value in a message
+_SAID = 500  # characters of what is wrong with a line: it goes into the completion and to stderr
+_BOM = "\ufeff".encode()
 _FAULTS_KEPT = 100
 
 Kind = Literal["prompt", "prompt_ids", "messages"]
@@ -88,12 +90,12 @@ def read_line(index: int, content: bytes, rules: Rules) -> Line | None:
   try:
     value = _object(content)
   except InputError as error:
-    return Line(index, error=str(error))
+    return Line(index, error=_short(error))
   known: dict[str, Any] = {"id": value["id"] if _is_id(value.get("id")) else None, "kind": _kind(value)}
   try:
     return _sound_line(index, value, known, rules)
   except InputError as error:
-    return Line(index, **known, error=str(error))
+    return Line(index, **known, error=_short(error))
 
 
 class PromptFile:
@@ -244,7 +246,14 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
     raise InputError(f"{path}: cannot be read: {error.strerror}") from error
 
 
+def _short(error: InputError) -> str:
+  said = " ".join(str(error).split())
+  return said if len(said) <= _SAID else f"{said[:_SAID]}..."
+
+
 def _object(content: bytes) -> dict[str, Any]:
+  if content.startswith(_BOM):
+    raise InputError("starts with a byte order mark (EF BB BF), expected plain UTF-8: save the file without it")
   try:
     text = content.rstrip(b"\r\n").decode()
   except UnicodeDecodeError as error:

@@ -21,7 +21,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from kimi_k3.generate.batch_input import BLANK, DIGEST_BYTES, PromptFile, encode
 SCHEMA = 1
 SYNC_SECONDS = 10.0  # a power cut loses what finished since; a kill of the process loses nothing
 MISSING, OK, FAILED = range(3)
+_STATE, _LOCK, _NEW = ".state.json", ".lock", ".new"
+_SUFFIXES = (_STATE, _STATE + _NEW, _LOCK, _NEW)
 _REASONS = {"stop": OK, "length": OK, "error": FAILED}
 _SHOWN = 4
 _QUOTED = 60  # characters of a setting in a message
@@ -68,6 +70,8 @@ class Completions:
       self.path, self._target = path, Path(path).resolve()
     except (OSError, RuntimeError) as error:
       raise InputError(f"{path}: cannot be written: a loop of links") from error
+    except ValueError as error:  # a NUL in it
+      raise InputError(f"{path!r}: cannot be written: {error}") from error
     self.status = bytearray()
     self.torn = 0
     self._offsets = array.array("q")
@@ -75,6 +79,11 @@ class Completions:
     self._descriptor: int | None = None
     self._writing = threading.Lock()
     self._synced = time.monotonic()
+
+  @property
+  def beside(self) -> list[Path]:
+    """Names of files that come and go beside it."""
+    return [self._beside(suffix) for suffix in _SUFFIXES]
 
   @property
   def done(self) -> int:
@@ -93,7 +102,7 @@ class Completions:
     Raises:
       InputError: if another run writes there, or nothing can be locked.
     """
-    path = self._beside(".lock")
+    path = self._beside(_LOCK)
     with self._writes(path):
       descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -116,8 +125,13 @@ class Completions:
     finally:
       os.close(descriptor)
 
-  def look(self, prompts: PromptFile, settings: Mapping[str, str]) -> None:
+  def look(self, prompts: PromptFile, settings: Mapping[str, str], *, mended: bool = False) -> None:
     """Finds out which rows are there. Writes nothing.
+
+    Args:
+      prompts: The input.
+      settings: By name; what changes tokens.
+      mended: Whether lines may have changed whose rows ended as "error" or are missing; `repair` then drops the former.
 
     Raises:
       InputError: if the file is not made of this input with these settings, or holds what no run wrote.
@@ -133,8 +147,13 @@ class Completions:
         f"{self.path}: holds {held} bytes, and no {self._beside('.state.json').name} stands beside it: not made by "
         "`batch`; choose another --out"
       )
-    self._check(state, prompts, settings)
-    self._scan(prompts)
+    self._check(state, settings)
+    changed = self._changed(state, prompts)
+    if changed and not mended:
+      raise self._another_input(prompts, changed)
+    self._scan(prompts, changed)
+    if done := [index for index in changed if self.status[index] == OK]:
+      raise self._another_input(prompts, done)
 
   def repair(self, prompts: PromptFile, settings: Mapping[str, str], *, drop_failed: bool = False) -> None:
     """Makes the file ready to be appended to, after `look` and under the lock.
@@ -146,7 +165,7 @@ class Completions:
     """
     state = State(bytes(prompts.digests), settings)
     with self._writes(self._target):
-      self._beside(".new").unlink(missing_ok=True)
+      self._beside(_NEW).unlink(missing_ok=True)
       if self.torn:
         os.truncate(self._target, self._size)
       if drop_failed and FAILED in self.status:
@@ -216,7 +235,7 @@ class Completions:
       return 0
 
   def _state(self) -> State | None:
-    path = self._beside(".state.json")
+    path = self._beside(_STATE)
     try:
       found = json.loads(path.read_bytes())
       if found["schema"] != SCHEMA:
@@ -234,7 +253,7 @@ class Completions:
       raise InputError(f"{path}: not what `batch` wrote ({error}): choose another --out") from error
     return state
 
-  def _check(self, state: State, prompts: PromptFile, settings: Mapping[str, str]) -> None:
+  def _check(self, state: State, settings: Mapping[str, str]) -> None:
     before, now = state.settings, settings
     names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     if names:
@@ -245,22 +264,28 @@ class Completions:
       raise InputError(
         f"{self.path}: was made with other settings: {'; '.join(said)}{more}: give the same or choose another --out"
       )
+
+  def _changed(self, state: State, prompts: PromptFile) -> list[int]:
+    """Lines that are not what they were."""
     if prompts.digests.startswith(state.digests):
-      return
+      return []
     old, new = len(state.digests) // DIGEST_BYTES, len(prompts.kinds)
-    changed = [
-      i
-      for i in range(min(old, new))
-      if state.digests[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]
-      != prompts.digests[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]
-    ]
-    said = f"{named_lines(changed, len(changed))} differ" if changed else f"it had {old} lines, now {new}"
-    raise InputError(
-      f"{self.path}: was made of another input than {prompts.path}: {said}: lines may be appended, not changed; put it "
-      "back or choose another --out"
+    places = [slice(i * DIGEST_BYTES, (i + 1) * DIGEST_BYTES) for i in range(min(old, new))]
+    changed = [i for i, place in enumerate(places) if state.digests[place] != prompts.digests[place]]
+    if new < old:
+      raise self._another_input(prompts, changed, f"it had {old} lines, now {new}")
+    return changed
+
+  def _another_input(self, prompts: PromptFile, changed: list[int], lost: str = "") -> InputError:
+    said = f"{named_lines(changed, len(changed))} changed" if changed else lost
+    return InputError(
+      f"{self.path}: was made of another input than {prompts.path}: {said}: lines may be appended, and with "
+      "--retry-errors those mended whose rows failed: put it back or choose another --out"
     )
 
-  def _scan(self, prompts: PromptFile) -> None:
+  def _scan(self, prompts: PromptFile, changed: Collection[int]) -> None:
+    """Reads the file. Lines that changed may be blank now."""
+    changed = frozenset(changed)
     try:
       with self._target.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -270,7 +295,8 @@ class Completions:
           try:
             row = json.loads(line)
             index, status = row["index"], _REASONS[row["finish_reason"]]
-            if isinstance(index, bool) or prompts.kinds[index] == BLANK or index < 0:
+            blank = prompts.kinds[index] == BLANK and index not in changed
+            if isinstance(index, bool) or blank or index < 0:
               raise ValueError
           except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise InputError(
@@ -288,7 +314,7 @@ class Completions:
 
   def _rewrite(self) -> None:
     """Replaces the file by its rows that have a place, in the order of the input."""
-    path, size, offsets = self._beside(".new"), 0, array.array("q", self._offsets)
+    path, size, offsets = self._beside(_NEW), 0, array.array("q", self._offsets)
     try:
       with self._target.open("rb") as old, path.open("wb") as new:
         for index, place in enumerate(self._offsets):
@@ -315,8 +341,8 @@ class Completions:
       "settings": dict(state.settings),
       "line_digests": encode_digests(state.digests),
     }
-    path = self._beside(".state.json")
-    new = path.with_name(path.name + ".new")
+    path = self._beside(_STATE)
+    new = path.with_name(path.name + _NEW)
     with new.open("w") as file:
       json.dump(value, file, indent=1)
       file.flush()

@@ -19,7 +19,8 @@ GREEDY = "greedy"
 STRATEGIES = (GREEDY, "weighted", "topk", "nucleus", "composite")  # MaxText's names
 _TAKES_TOP_K = ("topk", "composite")
 _TAKES_TOP_P = ("nucleus", "composite")
-_SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+_SMALLEST = float(np.finfo(np.float32).tiny)  # XLA takes what is below for 0
+_LARGEST = float(np.finfo(np.float32).max)
 _NUM_SEEDS = 2**32  # JAX drops the bits above: two seeds would give the same draws
 _LARGEST_TOP_K = 2**31 - 1
 _INFINITY_BITS = 0x7F800000  # of float32
@@ -42,15 +43,17 @@ class SamplingOptions:
   seed: int | None = None
 
   def __post_init__(self) -> None:
-    if self.temperature != 0 and not _SMALLEST_TEMPERATURE <= self.temperature < np.inf:
+    if self.temperature != 0 and not _SMALLEST <= self.temperature <= _LARGEST:
       raise InputError(
         f"temperature is {self.temperature}, expected 0 (greedy) or a positive number "
-        f"(float32 knows none below {_SMALLEST_TEMPERATURE:.1e})"
+        f"({_SMALLEST:.1e} to {_LARGEST:.1e}, as float32 has them)"
       )
     if not 0 <= self.top_k <= _LARGEST_TOP_K:
       raise InputError(f"top_k is {self.top_k}, expected 0 (all tokens) or more")
-    if not 0 < self.top_p <= 1:
-      raise InputError(f"top_p is {self.top_p}, expected more than 0 and at most 1 (all tokens)")
+    if not _SMALLEST <= self.top_p <= 1:
+      raise InputError(
+        f"top_p is {self.top_p}, expected more than 0 ({_SMALLEST:.1e}, as float32 has it) and at most 1 (all tokens)"
+      )
     if self.seed is not None:
       check_seed("seed", self.seed)
 

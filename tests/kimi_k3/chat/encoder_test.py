@@ -177,6 +177,10 @@ def test_a_tokenizer_that_makes_special_tokens_of_text_is_refused(tokenizer):
     ({"tools": [{"a": "\ud800"}]}, "tools: character .* half of a surrogate pair"),
     ({"response_format": {"type": "xml"}}, "response_format: found 'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: missing"),
+    ({"response_format": {"type": "text", "strict": True}}, "response_format: found strict with type text, expected"),
+    ({"response_format": {"type": "json_object", "json_schema": {}}}, "found json_schema with type json_object"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "json_schema.schema: found 5, exp"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": None}}}, "json_schema.schema: found None"),
     ({"response_format": {"type": "json_schema", "json_schema": {"a": {1, 2}}}}, "json_schema: no JSON data"),
   ],
 )

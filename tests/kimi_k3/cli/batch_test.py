@@ -220,7 +220,7 @@ def test_a_row_that_is_not_finite_fails_alone_and_is_run_again_when_asked(batch,
   assert rows()[4]["error"] == "logits of new token 0 are not finite"
   said = capsys.readouterr()
   assert said.out.startswith("9 rows (1 failed) on 9 slots: time to first token ")
-  assert "out.jsonl: 1 row(s) failed: line 5 of in.jsonl; --retry-errors runs them again\n" in said.err
+  assert "out.jsonl: 1 row(s) failed: line 5 of in.jsonl; --retry-errors runs them again, and " in said.err
   before = rows()
   assert batch(None) == 1, "the same exit code as the run that wrote it"
   assert capsys.readouterr().out == "out.jsonl: all 9 rows are there, 1 of them failed: nothing to do\n"
@@ -331,7 +331,11 @@ def test_a_completion_is_refused_for_another_input_or_other_settings(batch, caps
   lines = [{"prompt_ids": [100]}, {"prompt_ids": [101]}]
   assert batch(lines) == 0
   for words, changed, said in (
-    ((), [lines[0], {"prompt_ids": [7]}], "was made of another input than in.jsonl: line 2 differ"),
+    (
+      (),
+      [lines[0], {"prompt_ids": [7]}],
+      "was made of another input than in.jsonl: line 2 changed: lines may be appended",
+    ),
     (("dtype=float32",), lines, 'was made with other settings: dtype was "bfloat16", is "float32": give the same'),
     (("--ignore-eos",), lines, "stop tokens was ["),
   ):
@@ -445,12 +449,16 @@ def test_a_second_run_on_one_file_is_refused(batch, capsys):
   [
     (("--out", "in.jsonl"), "--in and --out are one file: "),
     (("--summary", "out.jsonl"), "--out and --summary are one file: "),
+    (("--summary", "out.jsonl.state.json"), "--summary and out.jsonl.state.json beside --out are one file: "),
+    (("--summary", "out.jsonl.lock"), "--summary and out.jsonl.lock beside --out are one file: "),
     (("--out", "."), ".: is a directory, expected a file to write"),
     (("--out", "nowhere/out.jsonl"), "nowhere/out.jsonl: its directory does not exist"),
     (("--out", "/dev/stdout"), "/dev/stdout: is no file, expected one that can be gone on with"),
-    (("--out", ""), ": cannot be written: an empty path was given, expected a file to write"),
+    (("--out", ""), "an empty path was given, expected a file to write"),
     (("--in", "nowhere.jsonl"), "nowhere.jsonl: cannot be read: No such file or directory"),
     (("--max-new-tokens", "0"), "--max-new-tokens is 0, expected 1 or more"),
+    (("--max-new-tokens", "4096"), "--max-new-tokens is 4096, expected less than 4096, which a prompt and its new"),
+    (("decode_sampling_temperature=0.5",), "decode_sampling_temperature is 0.5, which decode_sampling_strategy greedy"),
     (("prompt=a",), "prompt= given, which batch does not read: give --in FILE.jsonl"),
     (("use_chunked_prefill=true",), "use_chunked_prefill: chunked prefill is not supported yet"),
     (("max_prefill_predict_length=8", "max_target_length=8"), "1 new tokens do not fit: max_target_length 8 - max"),
@@ -462,6 +470,33 @@ def test_what_cannot_be_met_is_refused_and_nothing_is_written(batch, capsys, wor
   assert capsys.readouterr().err.startswith(f"kimi-k3: error: {said}")
   assert files() == ["in.jsonl"]
   assert Path("in.jsonl").read_text() == '{"prompt_ids": [100]}\n'
+
+
+@pytest.mark.parametrize("suffix", ["", ".new", ".lock", ".state.json", ".state.json.new"])
+@pytest.mark.usefixtures("arithmetic")
+def test_an_input_with_a_name_of_our_own_files_is_refused_and_stays(batch, capsys, suffix):
+  text = '{"prompt_ids": [100]}\n'
+  Path(f"out.jsonl{suffix}").write_text(text)
+  assert batch(None, "--in", f"out.jsonl{suffix}") == 2
+  assert f"are one file: {Path.cwd()}/out.jsonl{suffix}\n" in capsys.readouterr().err
+  assert files() == [f"out.jsonl{suffix}"]
+  assert Path(f"out.jsonl{suffix}").read_text() == text
+
+
+@pytest.mark.usefixtures("arithmetic")
+def test_a_bad_line_is_mended_and_run_with_the_failed_rows(batch, capsys):
+  lines = [{"prompt_ids": [100]}, {"prompt_ids": []}, {"prompt_ids": [102]}]
+  assert batch(lines) == 1
+  before = rows()
+  lines[1] = {"prompt_ids": [101]}
+  assert batch(lines) == 2
+  assert "line 2 changed: lines may be appended, and with --retry-errors those mended" in capsys.readouterr().err
+  assert batch(lines, "--retry-errors", "--dry-run") == 0
+  assert "would run 1 rows" in capsys.readouterr().out
+  assert rows() == before
+  assert batch(lines, "--retry-errors") == 0
+  assert [row["ids"] for row in rows()] == [continuation([i], NEW) for i in (100, 101, 102)]
+  assert batch(lines) == 0
 
 
 @pytest.mark.slow

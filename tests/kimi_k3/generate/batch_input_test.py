@@ -65,6 +65,8 @@ def test_a_sound_line_gives_its_ids_and_options(value, expected):
     (b'{"prompt": "Hi"', "not JSON: Expecting ',' delimiter (column 16)"),
     (b'{"prompt": "Hi"} {}', "not JSON: Extra data (column 18)"),
     (b"\xff", "not UTF-8: invalid start byte at byte 0"),
+    (b'\xef\xbb\xbf{"prompt": "Hi"}', "starts with a byte order mark (EF BB BF), expected plain UTF-8"),
+    ({"messages": [{"role": "robot" * 10_000}]}, "robotrobot"),
     (b"[" * 100_000, "not JSON: "),
     (b'{"prompt_ids": [%s]}' % (b"9" * 5000), "not JSON: "),
     (b'{"prompt": "a", "prompt": "b"}', '"prompt" given twice in an object'),
@@ -108,6 +110,7 @@ def test_a_bad_line_says_what_is_wrong_and_has_nothing_to_run(value, said):
   assert line.error is not None
   assert said in line.error
   assert "\n" not in line.error
+  assert len(line.error) < 600
   assert (line.prompt_ids, line.max_new_tokens) == ([], 0)
 
 

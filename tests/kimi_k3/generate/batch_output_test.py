@@ -33,10 +33,12 @@ def completion(index: int, reason: str = "length") -> dict[str, Any]:
   return {"index": index, "ids": [7] * (index % 5), "text": "o\u00fc", "finish_reason": reason}
 
 
-def opened(directory: Path, prompts: PromptFile, settings: dict[str, str] = SETTINGS, **options: bool) -> Completions:
+def opened(
+  directory: Path, prompts: PromptFile, settings: dict[str, str] = SETTINGS, *, retry: bool = False
+) -> Completions:
   out = Completions(str(directory / "out.jsonl"))
-  out.look(prompts, settings)
-  out.repair(prompts, settings, **options)
+  out.look(prompts, settings, mended=retry)
+  out.repair(prompts, settings, drop_failed=retry)
   return out
 
 
@@ -114,10 +116,10 @@ def test_cut_off_at_random_bytes_again_and_again_each_row_is_there_once(tmp_path
 @pytest.mark.parametrize(
   ("texts", "said"),
   [
-    ("abxde", "line 3 differ"),
-    ("xbcdx", "lines 1, 5 differ"),
+    ("abxde", "line 3 changed"),
+    ("xbcdx", "lines 1, 5 changed"),
     ("abc", "it had 5 lines, now 3"),
-    ("bcde", "lines 1, 2, 3, 4 differ"),
+    ("bcde", "lines 1, 2, 3, 4 changed"),
   ],
 )
 def test_an_input_that_was_changed_is_refused_with_its_lines(tmp_path, five, texts, said):
@@ -126,6 +128,61 @@ def test_an_input_that_was_changed_is_refused_with_its_lines(tmp_path, five, tex
   with pytest.raises(InputError, match=f"was made of another input than .*in.jsonl: {said}: lines may be appended"):
     opened(tmp_path, prompts_of(tmp_path, *texts))
   assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+  ("texts", "status"),
+  [
+    ("aBcde", [OK, MISSING, OK, MISSING, MISSING]),  # it failed
+    ("aBcDe", [OK, MISSING, OK, MISSING, MISSING]),  # and one that never ran
+    (["a", "", "c", "d", "e", "f"], [OK, MISSING, OK, MISSING, MISSING, MISSING]),  # blank now, and one more
+  ],
+)
+def test_lines_whose_rows_failed_may_be_mended_when_they_are_run_again(tmp_path, five, texts, status):
+  out = opened(tmp_path, five)
+  for index, reason in ((0, "stop"), (1, "error"), (2, "length")):
+    out.append(completion(index, reason))
+  out.close()
+  mended = prompts_of(tmp_path, *texts)
+  before = (tmp_path / "out.jsonl").read_bytes()
+  with pytest.raises(InputError, match="with --retry-errors those mended whose rows failed"):
+    opened(tmp_path, mended)
+  assert (tmp_path / "out.jsonl").read_bytes() == before
+  out = opened(tmp_path, mended, retry=True)
+  assert list(out.status) == status
+  assert written(tmp_path) == [completion(0, "stop"), completion(2)]
+  out.close()
+  assert list(opened(tmp_path, mended).status) == status, "from now on it is this input's"
+
+
+@pytest.mark.parametrize("texts", [["a", "b", "C", "d", "e"], ["a", "B", "", "d", "e"], ["a", "B", "c", "d"]])
+def test_lines_whose_rows_are_there_may_not_be_mended(tmp_path, five, texts):
+  out = opened(tmp_path, five)
+  for index, reason in ((0, "stop"), (1, "error"), (2, "length")):
+    out.append(completion(index, reason))
+  out.close()
+  before = (tmp_path / "out.jsonl").read_bytes()
+  with pytest.raises(InputError, match="was made of another input"):
+    opened(tmp_path, prompts_of(tmp_path, *texts), retry=True)
+  assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_mending_that_is_killed_before_the_new_input_is_noted_goes_on(tmp_path, five, monkeypatch):
+  out = opened(tmp_path, five)
+  out.append(completion(1, "error"))
+  out.append(completion(0))
+  out.close()
+  mended = prompts_of(tmp_path, *"aBcde")
+
+  def killed(*_: object) -> None:
+    raise KeyboardInterrupt
+
+  with monkeypatch.context() as patched:
+    patched.setattr(Completions, "_save", killed)
+    with pytest.raises(KeyboardInterrupt):
+      opened(tmp_path, mended, retry=True)
+  assert written(tmp_path) == [completion(0)]
+  assert list(opened(tmp_path, mended, retry=True).status) == [OK, MISSING, MISSING, MISSING, MISSING]
 
 
 def test_lines_that_were_appended_are_gone_on_with(tmp_path, five):
@@ -223,7 +280,7 @@ def test_failed_rows_vanish_when_they_are_to_be_run_again(tmp_path, five):
   for index, reason in ((4, "error"), (1, "stop"), (0, "error"), (2, "length")):
     out.append(completion(index, reason))
   out.close()
-  out = opened(tmp_path, five, drop_failed=True)
+  out = opened(tmp_path, five, retry=True)
   assert list(out.status) == [MISSING, OK, OK, MISSING, MISSING]
   assert [row["index"] for row in written(tmp_path)] == [1, 2]
   out.append(completion(4))

@@ -3,6 +3,7 @@
 set -euo pipefail
 : "${PROJECT:?set it: Google Cloud project}"
 : "${BUCKET:?set it: bucket without gs://}"
+case $BUCKET in */*) echo "BUCKET is $BUCKET: give the name alone, without gs://" >&2; exit 2 ;; esac
 number=$(gcloud projects describe "$PROJECT" --format="value(projectNumber)")
 gcloud storage buckets add-iam-policy-binding "gs://$BUCKET" --role=roles/storage.objectUser \
   --member="principal://iam.googleapis.com/projects/$number/locations/global/workloadIdentityPools/$PROJECT.svc.id.goog/subject/ns/default/sa/k3-batch-2x2x1"

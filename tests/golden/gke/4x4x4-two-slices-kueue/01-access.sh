@@ -3,6 +3,7 @@
 set -euo pipefail
 : "${PROJECT:?set it: Google Cloud project}"
 : "${BUCKET:?set it: bucket without gs://}"
+case $BUCKET in */*) echo "BUCKET is $BUCKET: give the name alone, without gs://" >&2; exit 2 ;; esac
 : "${NODE_SERVICE_ACCOUNT:?set it: e-mail of the service account of the nodes, which reads the checkpoint for several slices}"
 number=$(gcloud projects describe "$PROJECT" --format="value(projectNumber)")
 gcloud storage buckets add-iam-policy-binding "gs://$BUCKET" --role=roles/storage.objectUser \

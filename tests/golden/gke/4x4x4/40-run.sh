@@ -2,6 +2,7 @@
 # Applies the manifests and waits. Exit code 0: done; 1: failed; 2: refused.
 set -euo pipefail
 : "${BUCKET:?set it: bucket without gs://}"
+case $BUCKET in */*) echo "BUCKET is $BUCKET: give the name alone, without gs://" >&2; exit 2 ;; esac
 : "${IMAGE:?set it: image with a tag, such as us-docker.pkg.dev/PROJECT/REPOSITORY/kimi-k3:0.1.0}"
 case ${IMAGE##*/} in
   *:latest) echo "IMAGE is $IMAGE: give a tag that will always mean this image" >&2; exit 2 ;;

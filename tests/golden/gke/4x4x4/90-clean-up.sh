@@ -7,8 +7,13 @@ set -euo pipefail
 REGION=${ZONE%-*}
 export BUCKET=deleted IMAGE=deleted:0
 cd "$(dirname "${BASH_SOURCE[0]}")"
-envsubst '${BUCKET} ${IMAGE}' <20-jobset.yaml | kubectl delete --namespace=default --ignore-not-found -f -
-envsubst '${BUCKET} ${IMAGE}' <11-config.yaml | kubectl delete --namespace=default --ignore-not-found -f -
-envsubst '${BUCKET} ${IMAGE}' <10-storage.yaml | kubectl delete --namespace=default --ignore-not-found -f -
-gcloud container node-pools delete k3-batch-4x4x4-pool --quiet --project="$PROJECT" --cluster="$CLUSTER" --location="$REGION"
-gcloud compute resource-policies delete k3-batch-4x4x4-policy --quiet --project="$PROJECT" --region="$REGION"
+left=0
+envsubst '${BUCKET} ${IMAGE}' <20-jobset.yaml | kubectl delete --namespace=default --ignore-not-found -f - || left=1
+envsubst '${BUCKET} ${IMAGE}' <11-config.yaml | kubectl delete --namespace=default --ignore-not-found -f - || left=1
+envsubst '${BUCKET} ${IMAGE}' <10-storage.yaml | kubectl delete --namespace=default --ignore-not-found -f - || left=1
+gcloud container node-pools delete k3-batch-4x4x4-pool --quiet --project="$PROJECT" --cluster="$CLUSTER" --location="$REGION" || left=1
+gcloud compute resource-policies delete k3-batch-4x4x4-policy --quiet --project="$PROJECT" --region="$REGION" || left=1
+if [ "$left" = 1 ]; then
+  echo "not all was there or could be deleted: see above" >&2
+  exit 1
+fi
