@@ -10,7 +10,7 @@ MINUTES := 15
 JAXTYPING := kimi_k3,beartype.beartype
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-aot soak mutations check lock clean
+.PHONY: help install demo test test-slow test-aot soak bench mutations check lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ test-aot: $(STAMP) ## programs of full size and every kernel, compiled for TPUs 
 soak: $(STAMP) ## random schedules of rows in slots, against each row alone, for MINUTES=15
 	@SOAK_MINUTES=$(MINUTES) JAX_PLATFORMS=cpu $(BIN)/pytest -q -s -n 0 --jaxtyping-packages=$(JAXTYPING) -k random_schedules \
 		tests/kimi_k3/slots_test.py $(PYTEST_ARGS)
+
+bench: $(STAMP) ## every benchmark at the size of the small model, and a page with plots, into out/bench: two minutes
+	@JAX_PLATFORMS=cpu $(BIN)/python benchmarks/run_tiny.py out/bench
 
 mutations: $(STAMP) ## every plausible misreading of the model, and the test that catches it
 	@JAX_PLATFORMS=cpu $(TEST_BUDGET) $(BIN)/python scripts/mutations.py --jobs $(TEST_WORKERS) $(MUTATIONS_ARGS)

@@ -305,6 +305,7 @@ def test_at_released_size_kda_gives_shapes_and_bytes_of_the_workload(workloads):
     assert moved == work.hbm_bytes
 
 
+@pytest.mark.slow
 def test_at_released_size_experts_take_the_bytes_of_the_workload(workloads):
   import jax
 

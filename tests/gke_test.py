@@ -147,12 +147,12 @@ def test_own_config_is_rendered_with_its_bases(gke, tmp_path):
 def test_values_given_are_in_the_files_and_those_left_out_are_demanded(gke):
   given = ["--project", "my project", "--zone", "z-a", "--cluster", "c", "--bucket", "gs://b-1", "--image", "r/k3:1"]
   files = rendered(gke, "--topology", "2x2x4", *given)
-  assert not [name for name, text in files.items() if ":?" in text]
+  assert not [name for name, text in files.items() if ":-}" in text]
   assert "PROJECT='my project'" in files["00-pool.sh"]
   assert "gs://b-1/k3/0/items" in files["20-jobset.yaml"]
   assert "image: r/k3:1" in files["20-jobset.yaml"]
   text = "\n".join(rendered(gke, "--topology", "2x2x4").values())
-  assert set(re.findall(r"\$\{([A-Z_]+):\?", text)) == {"PROJECT", "ZONE", "CLUSTER", "BUCKET", "IMAGE"}
+  assert set(re.findall(r"\$\{([A-Z_]+):-\}", text)) == {"PROJECT", "ZONE", "CLUSTER", "BUCKET", "IMAGE"}
 
 
 REFUSED = {
@@ -914,6 +914,14 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_command_runs(run_
   assert "cannot be written" in error
 
 
+def test_a_bucket_that_is_not_mounted_is_refused_and_its_place_is_not_made(gke, host, capsys):
+  host()
+  words = ["--out", "/no-such-bucket/runs/k3", "--work", "/tmp", "--", "true"]
+  assert gke.job.main(words) == 2
+  assert "there is no /no-such-bucket: mount the bucket there" in capsys.readouterr().err
+  assert not Path("/no-such-bucket").exists()
+
+
 def test_a_run_that_starts_again_finds_its_rows_and_a_new_attempt_goes_on(run_job, host, tmp_path):
   host(hosts=4, attempt="first")
   assert run_job("echo 1 >done.jsonl; kill -9 $$") == 137
@@ -1048,6 +1056,7 @@ echo "$(basename "$0") $*" >>"$LOG"
 case "$*" in ${FAILING:-nothing}) echo failed >&2; exit 1 ;; esac
 case "$1 $2" in
   "get jobset/"*)
+    if [ -n "${GONE:-}" ] && [[ "$*" == *"-o name" ]]; then exit; fi
     if grep -q "^kind: JobSet" "$LOG"; then echo "${CONDITIONS:-Completed}"; else echo "${BEFORE:-}"; fi ;;
   "apply "*) cat >>"$LOG" ;;
   "delete "*) cat >/dev/null ;;
@@ -1095,6 +1104,9 @@ def test_the_run_script_puts_values_in_applies_and_tells_how_it_ended(cluster):
   assert "${" not in told
   assert told.splitlines()[-1] == "gcloud storage cat gs://my-bucket/runs/k3-batch-2x2x4/summary.json"
   assert cluster("2x2x4/40-run.sh", CONDITIONS="Suspended Failed", **values)[0] == 1
+  code, error, _ = cluster("2x2x4/40-run.sh", GONE="yes", **values)
+  assert code == 1
+  assert "jobset/k3-batch-2x2x4: gone" in error
   code, error, told = cluster("2x2x4/40-run.sh", BEFORE="StartupPolicyCompleted Completed", **values)
   assert code == 2
   assert "has ended before" in error
@@ -1103,8 +1115,8 @@ def test_the_run_script_puts_values_in_applies_and_tells_how_it_ended(cluster):
 
 def test_scripts_demand_what_was_not_given_and_refuse_an_image_without_a_tag(cluster):
   code, error, told = cluster("2x2x4/40-run.sh", BUCKET="b")
-  assert (code, told) == (1, "")
-  assert "IMAGE: set it" in error
+  assert (code, told) == (2, "")
+  assert error.startswith("set IMAGE: image with a tag")
   for script in ("40-run.sh", "01-access.sh"):
     code, error, told = cluster(f"2x2x4/{script}", BUCKET="gs://b", PROJECT="p", IMAGE="r/k3:1")
     assert (code, told, error) == (2, "", "BUCKET is gs://b: give the name alone, without gs://\n")

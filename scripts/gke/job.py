@@ -162,6 +162,9 @@ def _check_writable(out: Path, host: Host) -> None:
   folder = out / "hosts" / host.name
   probe = folder / "probe"
   word = f"{host.name} {time.time_ns()}"
+  top = Path(*out.absolute().parts[:2])  # such as /bucket
+  if not top.is_dir():
+    raise Refused(f"{out}: there is no {top}: mount the bucket there")
   try:
     folder.mkdir(parents=True, exist_ok=True)
     probe.write_text(word)

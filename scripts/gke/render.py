@@ -173,7 +173,7 @@ def render(args: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
   }
   if findings := validate.check(files):
     raise InputError(f"{len(findings)} rules are broken: {'; '.join(map(str, findings))}")
-  missing = [name for name in shell.VARIABLES if any(f"${{{name}:?" in text for text in files.values())]
+  missing = [name for name in shell.VARIABLES if any(f"${{{name}:-}}" in text for text in files.values())]
   if missing:
     notes.append(f"to be set when the scripts are run: {', '.join(missing)}")
   return files, notes

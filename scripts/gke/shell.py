@@ -13,7 +13,7 @@ from manifests import NAMESPACE, Job, pool_name, service_account
 
 from kimi_k3.errors import InputError
 
-# What `${NAME}` in a rendered file stands for. Without apostrophes: inside ${NAME:?...} bash would pair them.
+# What `${NAME}` in a rendered file stands for.
 VARIABLES = {
   "PROJECT": "Google Cloud project",
   "ZONE": "zone of the TPUs, such as us-central1-c",
@@ -51,7 +51,8 @@ class Place:
     for name in names:
       value = given.get(name)
       if value is None:
-        lines.append(f': "${{{name}:?set it: {VARIABLES[name]}}}"')
+        told = shlex.quote(f"set {name}: {VARIABLES[name]}")
+        lines.append(f'[ -n "${{{name}:-}}" ] || {{ echo {told} >&2; exit 2; }}')
         if name == "BUCKET":
           lines.append(
             'case $BUCKET in */*) echo "BUCKET is $BUCKET: give the name alone, without gs://" >&2; exit 2 ;; esac'
@@ -199,9 +200,14 @@ refuse_ended() {  # KIND/NAME; one that runs is waited for
       exit 2 ;;
   esac
 }
-wait_for() {  # KIND/NAME; ends with 1 when it has failed
+wait_for() {  # KIND/NAME; ends with 1 when it has failed, or is not there any more
+  local found
   while true; do
-    case " $(conditions "$1") " in
+    if found=$(kubectl get "$1" --namespace="$namespace" --ignore-not-found -o name) && [ -z "$found" ]; then
+      echo "$1: gone: deleted, or its time after the end is over; what it wrote is in gs://$BUCKET" >&2
+      exit 1
+    fi
+    case " $(conditions "$1" --ignore-not-found || true) " in  # the API server may be away for a while
       *" Complete "* | *" Completed "*) echo "$1: done"; return ;;
       *" Failed "*) echo "$1: failed: kubectl describe $1" >&2; exit 1 ;;
     esac

@@ -257,7 +257,9 @@ def _response_format(asked: Any) -> str | None:
     raise InputError(f'response_format: found {kind!r}, expected {{"type": "text", "json_object" or "json_schema"}}')
   known = ("type", "json_schema") if kind == "json_schema" else ("type",)
   if unknown := [str(key) for key, item in asked.items() if key not in known and item is not None]:
-    raise InputError(f"response_format: found {', '.join(unknown)} with type {kind}, expected {' and '.join(known)} only")
+    raise InputError(
+      f"response_format: found {', '.join(unknown)} with type {kind}, expected {' and '.join(known)} only"
+    )
   if kind == "text":
     return None
   if kind == "json_object":

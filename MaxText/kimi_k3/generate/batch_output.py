@@ -115,13 +115,14 @@ class Completions:
           f"{self.path}: cannot be locked ({error.strerror}), so two runs could write at once: choose an --out on "
           "another file system"
         ) from error
-      if not path.exists() or path.stat().st_ino != os.fstat(descriptor).st_ino:  # removed since it was opened
+      if not _is_at(descriptor, path):  # removed since it was opened
         raise InputError(f"{self.path}: another run was writing there and has just ended: start again")
       try:
         yield
       finally:
         with contextlib.suppress(OSError):
-          path.unlink()
+          if _is_at(descriptor, path):  # else it is another run's
+            path.unlink()
     finally:
       os.close(descriptor)
 
@@ -188,6 +189,7 @@ class Completions:
     assert self.status[index] == MISSING, index
     line = json.dumps(completion, ensure_ascii=False).encode() + b"\n"
     with self._writing, self._writes(self._target):
+      self._check_link(self._descriptor)
       try:
         left = memoryview(line)
         while left:
@@ -207,6 +209,7 @@ class Completions:
     with self._writing, self._writes(self._target):
       if self._descriptor is not None:
         self._sync()
+        self._check_link(self._descriptor)
         descriptor, self._descriptor = self._descriptor, None
         os.close(descriptor)
 
@@ -223,6 +226,13 @@ class Completions:
     if places != sorted(places):
       with self._writes(self._target):
         self._rewrite()
+
+  def _check_link(self, descriptor: int) -> None:
+    """Refuses to go on with a file that has lost its name: another run may write under it by now."""
+    if not os.fstat(descriptor).st_nlink:
+      raise InputError(
+        f"{self.path}: was removed or replaced while this run wrote to it, and {self.done} rows with it: start again"
+      )
 
   def _beside(self, suffix: str) -> Path:
     return self._target.with_name(self._target.name + suffix)
@@ -369,6 +379,13 @@ class Completions:
     except OSError as error:
       kept = f"; {self.done} rows are kept, the same command goes on from there" if self.done else ""
       raise InputError(f"{path}: cannot be written: {error.strerror}{kept}") from error
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+  try:
+    return os.path.samestat(os.fstat(descriptor), path.stat())
+  except FileNotFoundError:
+    return False
 
 
 def _short(value: str | None) -> str:

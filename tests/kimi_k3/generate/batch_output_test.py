@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -297,6 +298,41 @@ def test_two_runs_at_once_are_refused_and_the_lock_goes_with_its_run(tmp_path):
   (tmp_path / "out.jsonl.lock").touch()  # of a run that was killed
   with other.locked():
     pass
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_whose_files_were_removed_ends_and_leaves_those_of_the_next_alone(tmp_path, five, replaced):
+  old, new = (Completions(str(tmp_path / "out.jsonl")) for _ in range(2))
+  with contextlib.ExitStack() as held, contextlib.ExitStack() as next_held:
+    held.enter_context(old.locked())
+    old.look(five, SETTINGS)
+    old.repair(five, SETTINGS)
+    old.append(completion(3))
+    for path in tmp_path.glob("out*"):
+      path.unlink()
+    if replaced:
+      next_held.enter_context(new.locked())
+      new.look(five, SETTINGS)
+      new.repair(five, SETTINGS)
+      new.append(completion(1))
+    for go_on in (lambda: old.append(completion(2)), old.close):
+      with pytest.raises(
+        InputError, match=r"out.jsonl: was removed or replaced while this run wrote to it, and 1 rows"
+      ):
+        go_on()
+    held.close()
+    assert (tmp_path / "out.jsonl.lock").exists() == replaced
+    assert not replaced or written(tmp_path) == [completion(1)]
+
+
+def test_the_lock_of_another_run_is_not_taken_away(tmp_path):
+  old, new = (Completions(str(tmp_path / "out.jsonl")) for _ in range(2))
+  with contextlib.ExitStack() as held:
+    with old.locked():
+      (tmp_path / "out.jsonl.lock").unlink()
+      held.enter_context(new.locked())
+    assert (tmp_path / "out.jsonl.lock").exists()
+  assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Makes the node pools: 1 x 2x2x1, each 1 VM, 4 chips, 8 devices.
 set -euo pipefail
-: "${PROJECT:?set it: Google Cloud project}"
-: "${ZONE:?set it: zone of the TPUs, such as us-central1-c}"
-: "${CLUSTER:?set it: GKE cluster, in the region of ZONE}"
+[ -n "${PROJECT:-}" ] || { echo 'set PROJECT: Google Cloud project' >&2; exit 2; }
+[ -n "${ZONE:-}" ] || { echo 'set ZONE: zone of the TPUs, such as us-central1-c' >&2; exit 2; }
+[ -n "${CLUSTER:-}" ] || { echo 'set CLUSTER: GKE cluster, in the region of ZONE' >&2; exit 2; }
 REGION=${ZONE%-*}
 where=(--project="$PROJECT")
 gcloud container node-pools describe k3-batch-2x2x1-pool "${where[@]}" --cluster="$CLUSTER" --location="$REGION" >/dev/null 2>&1 ||

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Makes the node pools: 1 x 2x2x4, each 4 VMs, 16 chips, 32 devices.
 set -euo pipefail
-: "${PROJECT:?set it: Google Cloud project}"
-: "${ZONE:?set it: zone of the TPUs, such as us-central1-c}"
-: "${CLUSTER:?set it: GKE cluster, in the region of ZONE}"
+[ -n "${PROJECT:-}" ] || { echo 'set PROJECT: Google Cloud project' >&2; exit 2; }
+[ -n "${ZONE:-}" ] || { echo 'set ZONE: zone of the TPUs, such as us-central1-c' >&2; exit 2; }
+[ -n "${CLUSTER:-}" ] || { echo 'set CLUSTER: GKE cluster, in the region of ZONE' >&2; exit 2; }
 REGION=${ZONE%-*}
 where=(--project="$PROJECT")
 gcloud compute resource-policies describe k3-batch-2x2x4-policy "${where[@]}" --region="$REGION" >/dev/null 2>&1 ||

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Lets the job's service account use the bucket.
 set -euo pipefail
-: "${PROJECT:?set it: Google Cloud project}"
-: "${BUCKET:?set it: bucket without gs://}"
+[ -n "${PROJECT:-}" ] || { echo 'set PROJECT: Google Cloud project' >&2; exit 2; }
+[ -n "${BUCKET:-}" ] || { echo 'set BUCKET: bucket without gs://' >&2; exit 2; }
 case $BUCKET in */*) echo "BUCKET is $BUCKET: give the name alone, without gs://" >&2; exit 2 ;; esac
 number=$(gcloud projects describe "$PROJECT" --format="value(projectNumber)")
 gcloud storage buckets add-iam-policy-binding "gs://$BUCKET" --role=roles/storage.objectUser \

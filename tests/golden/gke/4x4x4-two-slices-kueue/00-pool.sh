@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Makes the node pools: 2 x 4x4x4, each 16 VMs, 64 chips, 128 devices.
 set -euo pipefail
-: "${PROJECT:?set it: Google Cloud project}"
-: "${ZONE:?set it: zone of the TPUs, such as us-central1-c}"
-: "${CLUSTER:?set it: GKE cluster, in the region of ZONE}"
-: "${NODE_SERVICE_ACCOUNT:?set it: e-mail of the service account of the nodes, which reads the checkpoint for several slices}"
+[ -n "${PROJECT:-}" ] || { echo 'set PROJECT: Google Cloud project' >&2; exit 2; }
+[ -n "${ZONE:-}" ] || { echo 'set ZONE: zone of the TPUs, such as us-central1-c' >&2; exit 2; }
+[ -n "${CLUSTER:-}" ] || { echo 'set CLUSTER: GKE cluster, in the region of ZONE' >&2; exit 2; }
+[ -n "${NODE_SERVICE_ACCOUNT:-}" ] || { echo 'set NODE_SERVICE_ACCOUNT: e-mail of the service account of the nodes, which reads the checkpoint for several slices' >&2; exit 2; }
 REGION=${ZONE%-*}
 where=(--project="$PROJECT")
 gcloud compute resource-policies describe k3-batch-4x4x4-policy "${where[@]}" --region="$REGION" >/dev/null 2>&1 ||

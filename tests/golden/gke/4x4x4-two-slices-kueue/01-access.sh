@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Lets the job's service account use the bucket.
 set -euo pipefail
-: "${PROJECT:?set it: Google Cloud project}"
-: "${BUCKET:?set it: bucket without gs://}"
+[ -n "${PROJECT:-}" ] || { echo 'set PROJECT: Google Cloud project' >&2; exit 2; }
+[ -n "${BUCKET:-}" ] || { echo 'set BUCKET: bucket without gs://' >&2; exit 2; }
 case $BUCKET in */*) echo "BUCKET is $BUCKET: give the name alone, without gs://" >&2; exit 2 ;; esac
-: "${NODE_SERVICE_ACCOUNT:?set it: e-mail of the service account of the nodes, which reads the checkpoint for several slices}"
+[ -n "${NODE_SERVICE_ACCOUNT:-}" ] || { echo 'set NODE_SERVICE_ACCOUNT: e-mail of the service account of the nodes, which reads the checkpoint for several slices' >&2; exit 2; }
 number=$(gcloud projects describe "$PROJECT" --format="value(projectNumber)")
 gcloud storage buckets add-iam-policy-binding "gs://$BUCKET" --role=roles/storage.objectUser \
   --member="principal://iam.googleapis.com/projects/$number/locations/global/workloadIdentityPools/$PROJECT.svc.id.goog/subject/ns/default/sa/k3-batch-4x4x4"

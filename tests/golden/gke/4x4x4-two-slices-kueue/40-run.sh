@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Applies the manifests and waits. Exit code 0: done; 1: failed; 2: refused.
 set -euo pipefail
-: "${BUCKET:?set it: bucket without gs://}"
+[ -n "${BUCKET:-}" ] || { echo 'set BUCKET: bucket without gs://' >&2; exit 2; }
 case $BUCKET in */*) echo "BUCKET is $BUCKET: give the name alone, without gs://" >&2; exit 2 ;; esac
-: "${IMAGE:?set it: image with a tag, such as us-docker.pkg.dev/PROJECT/REPOSITORY/kimi-k3:0.1.0}"
+[ -n "${IMAGE:-}" ] || { echo 'set IMAGE: image with a tag, such as us-docker.pkg.dev/PROJECT/REPOSITORY/kimi-k3:0.1.0' >&2; exit 2; }
 case ${IMAGE##*/} in
   *:latest) echo "IMAGE is $IMAGE: give a tag that will always mean this image" >&2; exit 2 ;;
   *:* | *@sha256:*) ;;
@@ -21,9 +21,14 @@ refuse_ended() {  # KIND/NAME; one that runs is waited for
       exit 2 ;;
   esac
 }
-wait_for() {  # KIND/NAME; ends with 1 when it has failed
+wait_for() {  # KIND/NAME; ends with 1 when it has failed, or is not there any more
+  local found
   while true; do
-    case " $(conditions "$1") " in
+    if found=$(kubectl get "$1" --namespace="$namespace" --ignore-not-found -o name) && [ -z "$found" ]; then
+      echo "$1: gone: deleted, or its time after the end is over; what it wrote is in gs://$BUCKET" >&2
+      exit 1
+    fi
+    case " $(conditions "$1" --ignore-not-found || true) " in  # the API server may be away for a while
       *" Complete "* | *" Completed "*) echo "$1: done"; return ;;
       *" Failed "*) echo "$1: failed: kubectl describe $1" >&2; exit 1 ;;
     esac

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the image from the last commit and pushes it. Run it in the checkout.
 set -euo pipefail
-: "${IMAGE:?set it: image with a tag, such as us-docker.pkg.dev/PROJECT/REPOSITORY/kimi-k3:0.1.0}"
+[ -n "${IMAGE:-}" ] || { echo 'set IMAGE: image with a tag, such as us-docker.pkg.dev/PROJECT/REPOSITORY/kimi-k3:0.1.0' >&2; exit 2; }
 case ${IMAGE##*/} in
   *:latest) echo "IMAGE is $IMAGE: give a tag that will always mean this image" >&2; exit 2 ;;
   *:* | *@sha256:*) ;;

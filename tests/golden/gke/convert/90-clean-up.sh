@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Deletes the job and its node pools. Bucket, results and image stay.
 set -euo pipefail
-: "${PROJECT:?set it: Google Cloud project}"
-: "${ZONE:?set it: zone of the TPUs, such as us-central1-c}"
-: "${CLUSTER:?set it: GKE cluster, in the region of ZONE}"
+[ -n "${PROJECT:-}" ] || { echo 'set PROJECT: Google Cloud project' >&2; exit 2; }
+[ -n "${ZONE:-}" ] || { echo 'set ZONE: zone of the TPUs, such as us-central1-c' >&2; exit 2; }
+[ -n "${CLUSTER:-}" ] || { echo 'set CLUSTER: GKE cluster, in the region of ZONE' >&2; exit 2; }
 REGION=${ZONE%-*}
 export BUCKET=deleted IMAGE=deleted:0
 cd "$(dirname "${BASH_SOURCE[0]}")"
