@@ -40,9 +40,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
   rows, _ = generate(engine, requests, stop_ids=(), clock=CompileClock())
   params = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(engine.params)}
   caches = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(engine.cache)}
-  jitted = ("_prefill_jit", "_insert_jit", "decode", "_release")
+  jitted = ("_prefill_jit", "_insert_jit", "_decoding", "_release")
   return {
-    "programs": {name: getattr(type(engine._engine), name)._cache_size() for name in jitted},
+    "programs": {name: getattr(engine._engine, name)._cache_size() for name in jitted},
     "logits": logits,
     "ids": [row.ids for row in rows],
     "params": {name: held(leaf) for name, leaf in params.items()},

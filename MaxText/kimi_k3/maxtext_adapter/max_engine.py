@@ -35,6 +35,8 @@ class KimiMaxEngine(maxengine.MaxEngine):
   In a ResultTokens a row is valid unless its slot is empty, its logits are not finite or its cache has overflowed.
   """
 
+  _decoding: Any = None  # `_decode`, jitted at its first call
+
   @property
   def max_steps(self) -> int:
     """Steps that a row can take after its prompt: its cache holds no more."""
@@ -95,12 +97,19 @@ class KimiMaxEngine(maxengine.MaxEngine):
     state |= {"next_pos": positions, "generated_tokens": counts}
     return state, _with_validity(result, valid)
 
-  @functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=(2,))
   def decode(self, params: Any, decode_state: Any, rows: Rows, plan: Plan, buffer: int) -> tuple[Any, Array]:
     """Decodes all rows in slots until the plan says to end; returns the state and what `device_loop.decoded` reads.
 
     A row that ends is left alone from then on, as if its slot were empty. The state given is used up.
     """
+    if self._decoding is None:
+      # Placed by the very objects that placed the state before: the compiler's own names of the same places may be
+      # others, and what takes the state next would be traced again.
+      places = jax.tree.map(lambda leaf: leaf.sharding, decode_state), self.replicated_sharding
+      self._decoding = jax.jit(self._decode, static_argnums=(4,), donate_argnums=(1,), out_shardings=places)
+    return self._decoding(params, decode_state, rows, plan, buffer)
+
+  def _decode(self, params: Any, decode_state: Any, rows: Rows, plan: Plan, buffer: int) -> tuple[Any, Array]:
     rng = jax.random.PRNGKey(0)  # upstream wants one, for draws that are not used
 
     def step(state, tokens, active):
@@ -110,8 +119,7 @@ class KimiMaxEngine(maxengine.MaxEngine):
       return state["logits"][:, 0], self._placed(state)
 
     active = decode_state["next_pos"][:, 0] >= 0
-    state, packed = decode_loop(step, decode_state, rows, active, plan, buffer=buffer)
-    return self._placed(state), jax.lax.with_sharding_constraint(packed, self.replicated_sharding)
+    return decode_loop(step, decode_state, rows, active, plan, buffer=buffer)
 
   def init_decode_state(self, *arguments: Any, **keywords: Any) -> Any:
     """Returns the decode state with all slots empty."""
