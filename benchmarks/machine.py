@@ -144,12 +144,20 @@ def commit() -> str | None:
 
 def peak_memory() -> dict[str, Any]:
   """Returns the most memory of this process so far, in bytes, and whose it is: the device's, or the process's."""
-  import resource
-
   import jax
 
   stats = jax.local_devices()[0].memory_stats()
   if stats and "peak_bytes_in_use" in stats:
     return {"bytes": stats["peak_bytes_in_use"], "of": "one device"}
-  unit = 1 if sys.platform == "darwin" else 1024
-  return {"bytes": unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "of": "the process (resident set)"}
+  return {"bytes": resident_bytes(), "of": "the process (resident set)"}
+
+
+def resident_bytes() -> int:
+  """Returns the most memory that this process has held."""
+  if sys.platform == "darwin":
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  # Not ru_maxrss, which on Linux takes over what the process was that started this one.
+  lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+  return 1024 * int(lines["VmHWM"].removesuffix("kB"))

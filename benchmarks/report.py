@@ -216,7 +216,7 @@ def lines_over(found: Iterable[Result], axis: str) -> Lines:
       axes = row["axes"]
       if axis not in axes:
         continue
-      others = ", ".join(f"{key} {value}" for key, value in axes.items() if key not in (axis, "tokens"))
+      others = ", ".join(f"{key} {value}" for key, value in axes.items() if key != axis)
       label = f"{one['subject']} {row['name']}" + (f" ({others})" if others else "")
       point = tuple(1e3 * row["seconds"][name] for name in _SPREAD)
       groups[label].append((float(axes[axis]), *point))

@@ -411,6 +411,23 @@ def test_forms_of_a_loop_that_give_other_tokens_are_refused(checks, workloads):
     loop._count(np.array([[5, 9, 7]]))
 
 
+def test_peak_memory_of_a_child_is_not_that_of_the_process_that_starts_it():
+  held = bytearray(300 * 2**20)
+  held[::4096] = b"x" * len(held[::4096])  # so that it is there
+  convert, machine = importlib.import_module("bench_convert"), importlib.import_module("machine")
+  assert machine.resident_bytes() > len(held)
+  assert 2**20 < convert.run([sys.executable, "-S", "-c", "pass"]) < 100 * 2**20
+  script = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import machine; print(machine.resident_bytes())"
+  child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+  assert 2**20 < int(child.stdout) < 100 * 2**20
+
+
+def test_a_command_that_fails_is_told_with_its_last_line():
+  convert = importlib.import_module("bench_convert")
+  with pytest.raises(RuntimeError, match="ended with exit code 3: no room"):
+    convert.run([sys.executable, "-S", "-c", "import sys; print('no room', file=sys.stderr); sys.exit(3)"])
+
+
 # The page.
 
 

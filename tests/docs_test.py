@@ -42,6 +42,7 @@ def shell(tmp_path):
   return run
 
 
+@pytest.mark.slow
 def test_the_way_from_the_hub_to_a_decode_runs_as_written(shell):
   commands = blocks("sh")
   verbs = ("inspect", "convert", "verify", "decode", "export", "slice")

@@ -56,7 +56,17 @@ def test_the_shown_demo_output_is_of_these_commands():
   assert "tok/s" in output[-1]
 
 
-@pytest.mark.parametrize("command", RUN_HERE)
+# Those that decode many tokens compile for long: `make test-slow`, which CI runs too.
+LONG = ("kimi-k3 eval", "kimi-k3 batch")
+
+
+@pytest.mark.parametrize(
+  "command",
+  [
+    pytest.param(c, marks=pytest.mark.slow if any(verb in c and "--help" not in c for verb in LONG) else ())
+    for c in RUN_HERE
+  ],
+)
 def test_a_readme_command_runs(command, tmp_path):
   for name in ("tests", "configs", "scripts"):  # its paths are relative to a checkout; what it writes lands in tmp_path
     (tmp_path / name).symlink_to(REPO / name)

@@ -92,7 +92,7 @@ def is_big(name: str) -> bool:
 @pytest.mark.parametrize(
   "mesh",
   [
-    {"tensor": 4},
+    pytest.param({"tensor": 4}, marks=pytest.mark.slow),
     {"tensor": 4, "expert": 8},
     pytest.param({"tensor": 2, "expert": 2}, marks=pytest.mark.slow),
     pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.slow),

@@ -80,6 +80,7 @@ def test_greedy_decoding_through_its_own_samples_equals_one_prompt_alone(engine,
     assert ids == rows[slot]
 
 
+@pytest.mark.slow
 def test_one_prompt_in_several_slots_each_with_its_own_first_token(engine, params, state):
   prefix, result = engine.prefill_multisampling(params=params, num_samples=3, algorithm="weighted", **prompt(5, 6, 7))
   first = column(result, "tokens_idx")

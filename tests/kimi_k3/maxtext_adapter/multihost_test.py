@@ -150,6 +150,7 @@ def check_reading(ended: Sequence[Ended]) -> None:
     assert re.search(rf"^process {number} of 2: 56 leaves are where they belong, ", process.err, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_tokens_of_the_reference_each_reads_its_share_and_swapped_shards_are_caught(run, golden):
   (first, second), across = IDS, (IDS[0][2], IDS[1][1])
   swaps = [[EXPERTS, *first[:2]], [EXPERTS, *across], [HEADS, *across], [HEADS, *second[:2]]]

@@ -48,6 +48,7 @@ def planned() -> tuple[dict[str, Any], topology.Report]:
   return facts, reports[0]
 
 
+@pytest.mark.slow  # the compiler takes half a minute
 @ON_LINUX
 def test_a_step_of_k3_reduces_twice_a_layer_copies_no_weights_and_reads_what_it_must(planned):
   facts, report = planned
@@ -66,6 +67,7 @@ def test_a_step_of_k3_reduces_twice_a_layer_copies_no_weights_and_reads_what_it_
   assert facts["hbm_bytes_per_step"] <= 1.15 * facts["must_move_bytes_per_step"]
 
 
+@pytest.mark.slow  # the compiler takes half a minute
 @ON_LINUX
 def test_a_plan_says_what_the_compiler_and_other_readings_of_the_program_say(planned):
   facts, report = planned
@@ -120,6 +122,7 @@ REASONS = {
 }
 
 
+@pytest.mark.slow  # the compiler takes half a minute
 @ON_LINUX
 def test_less_than_a_hundredth_of_the_whole_model_is_on_every_device_and_each_such_leaf_has_a_reason():
   from kimi_k3.maxtext_adapter.settings import read_config
