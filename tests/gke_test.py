@@ -155,6 +155,19 @@ def test_values_given_are_in_the_files_and_those_left_out_are_demanded(gke):
   assert set(re.findall(r"\$\{([A-Z_]+):-\}", text)) == {"PROJECT", "ZONE", "CLUSTER", "BUCKET", "IMAGE"}
 
 
+@pytest.mark.parametrize(
+  ("words", "loads"),
+  [
+    (("2x2x4",), ["serve-1k-8k-c64", "serve-8k-1k-c64"]),
+    (("4x4x4",), ["serve-1k-8k-c256", "serve-8k-1k-c256"]),
+    (("2x2x4", "--", "--workload", "serve-1k-8k-c8"), ["serve-1k-8k-c8"]),
+  ],
+)
+def test_a_benchmark_runs_loads_that_the_slice_can_hold(gke, words, loads):
+  text = rendered(gke, "--job", "benchmark", "--topology", *words)["20-jobset.yaml"]
+  assert re.findall(r"serve-\d\w-\d\w-c\d+", text) == loads
+
+
 REFUSED = {
   "": "--topology is missing",
   "--topology 2x2x3": "expected one of 1x1x1",

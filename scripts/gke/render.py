@@ -37,6 +37,7 @@ JOBS = ("batch", "benchmark", "convert")
 _STORED_GIB, _LIMIT_GIB = 1452.83, 94.74  # of the released K3; of one device (docs/plan.md)
 _MOST_TENSOR = 32
 _HEADS = 96
+_CHIPS_OF_64_ROWS = 16  # 32 devices, of which each takes two rows' latents
 _MULTIHOST = ("--multihost", "auto", "--multihost-timeout", "1800")  # nodes of a repaired slice come one by one
 _RESULTS = ("--out", "completions.jsonl", "--summary", "batch.json")
 # The state first: completions without it are refused when the run starts again.
@@ -320,7 +321,14 @@ def _command(
     return ("kimi-k3", "batch", *words, "--in", rows, *_RESULTS, *multihost, *extra)
   if args.input is not None:
     raise InputError("--in given with --job benchmark, which makes its own prompts: leave it out")
-  return ("python3", "/app/benchmarks/serve.py", *words, "--out", "serve.json", *multihost, *extra)
+  loads = () if "--workload" in extra else _loads(topology.chips * args.slices)
+  return ("python3", "/app/benchmarks/serve.py", *words, *loads, "--out", "serve.json", *multihost, *extra)
+
+
+def _loads(chips: int) -> tuple[str, ...]:
+  """The standard loads of serve.py that fit rows cut over all devices: each makes an engine of its own."""
+  slots = 64 if chips <= _CHIPS_OF_64_ROWS else 256
+  return tuple(word for shape in ("1k-8k", "8k-1k") for word in ("--workload", f"serve-{shape}-c{slots}"))
 
 
 def _sets(words: Sequence[str], key: str) -> bool:
