@@ -17,6 +17,8 @@ from typing import Any
 
 from checks import Refused, Work
 
+from kimi_k3.cli.sizes import peak_bytes
+
 REPO = Path(__file__).resolve().parents[1]
 PACKAGES = ("jax", "jaxlib", "libtpu", "maxtext", "tokamax", "flax", "numpy")
 # Bytes a second and bfloat16 FLOP/s of GPUs that figures were taken on; those of TPUs are in kimi_k3.capacity. Source:
@@ -149,15 +151,4 @@ def peak_memory() -> dict[str, Any]:
   stats = jax.local_devices()[0].memory_stats()
   if stats and "peak_bytes_in_use" in stats:
     return {"bytes": stats["peak_bytes_in_use"], "of": "one device"}
-  return {"bytes": resident_bytes(), "of": "the process (resident set)"}
-
-
-def resident_bytes() -> int:
-  """Returns the most memory that this process has held."""
-  if sys.platform == "darwin":
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  # Not ru_maxrss, which on Linux takes over what the process was that started this one.
-  lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-  return 1024 * int(lines["VmHWM"].removesuffix("kB"))
+  return {"bytes": peak_bytes(), "of": "the process (resident set)"}

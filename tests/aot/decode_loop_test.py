@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -16,13 +18,15 @@ MIB = 2**20
 
 
 @pytest.fixture(scope="module")
-def full_size() -> ModuleType:
+def full_size() -> Iterator[ModuleType]:
   """The tests beside this one, which compile one step."""
-  spec = importlib.util.spec_from_file_location("full_size_test", Path(__file__).with_name("full_size_test.py"))
+  spec = importlib.util.spec_from_file_location("step_of_full_size", Path(__file__).with_name("full_size_test.py"))
   assert spec and spec.loader
   module = importlib.util.module_from_spec(spec)
+  sys.modules[spec.name] = module  # its dataclasses look for their module there
   spec.loader.exec_module(module)
-  return module
+  yield module
+  del sys.modules[spec.name]
 
 
 def test_the_loop_holds_no_more_than_one_step(full_size):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import resource
 import shlex
 import time
 from pathlib import Path
@@ -145,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     say(
       f"{outcome.written:,} of {outcome.slices:,} slices written, {outcome.found:,} were done before; "
       f"{sizes.spelled(outcome.nbytes)}, {sizes.spelled(outcome.nbytes / max(seconds, 1e-9))}/s, "
-      f"peak memory {sizes.spelled(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}"
+      f"peak memory {sizes.spelled(sizes.peak_bytes())}"
     )
   return 0
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 from kimi_k3.errors import InputError
 
@@ -34,3 +36,16 @@ def spelled(nbytes: int | float) -> str:
     size /= 1024
     units.pop(0)
   return f"{size:.4g} {units[0]}"
+
+
+def peak_bytes() -> int:
+  """Returns the most memory that this process has held.
+
+  Not getrusage's ru_maxrss where there is /proc: on Linux that takes over what the process was that started this one.
+  """
+  if sys.platform != "linux":
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+  lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+  return 1024 * int(lines["VmHWM"].removesuffix("kB"))

@@ -182,12 +182,14 @@ class Generator:
       steps_per_call: Steps of the program, at most: how long rows are out of the host's sight.
     """
     check_seed("the seed", seed)
-    if len(stop_ids) > NUM_STOP_IDS:
-      raise InputError(f"{len(stop_ids)} stop tokens, expected {NUM_STOP_IDS} at most")
+    if len(set(stop_ids)) > NUM_STOP_IDS:
+      raise InputError(f"{len(set(stop_ids))} stop tokens, expected {NUM_STOP_IDS} at most")
     if steps_per_call < 1:
       raise InputError(f"steps a call: {steps_per_call}, expected 1 or more")
     self._engine, self._clock, self._seed = engine, clock, seed
     self._stop_ids, self._ends, self._steps_per_call = frozenset(stop_ids), ends, steps_per_call
+    self._device_stop_ids = np.full(NUM_STOP_IDS, -1, np.int32)
+    self._device_stop_ids[: len(self._stop_ids)] = sorted(self._stop_ids)
     self._lock = threading.Lock()
     self._cancelled: set[int] = set()
     self._stopped = False
@@ -247,11 +249,13 @@ class Generator:
       for slot in group:
         slot.row.first_token_s = now
         timing.first_token.append(seconds)
-      on_progress(sum(len(slot.row.ids) for slot in group))
+      # All that have a slot are noted before anybody is told, who may raise: what is noted is released.
       for slot in group:
         if slot.row.finish_reason is None:
           slots[free.pop(0)] = slot
-        else:
+      on_progress(sum(len(slot.row.ids) for slot in group))
+      for slot in group:
+        if slot.row.finish_reason is not None:
           _announce(slot.row, on_finished)
 
   def _next_group(self, waiting: _Peekable, room: int, on_finished: Callable[[Row], object]) -> list[_Slot]:
@@ -309,11 +313,9 @@ class Generator:
 
   def _decode(self, slots: Sequence[_Slot | None], waiting: _Peekable, timing: Timing, on_progress) -> None:
     rows = self._rows(slots)
-    stop_ids = np.full(NUM_STOP_IDS, -1, np.int32)
-    stop_ids[: len(self._stop_ids)] = sorted(self._stop_ids)
     # A free slot is worth something only while a row waits for it.
     until = 1 if waiting else len(slots)
-    plan = Plan(stop_ids, np.int32(self._steps_per_call), np.int32(until))
+    plan = Plan(self._device_stop_ids, np.int32(self._steps_per_call), np.int32(until))
     found: Any = None
 
     def call():

@@ -410,6 +410,19 @@ def test_an_error_of_the_caller_leaves_all_slots_free():
   assert engine.histories == {}
 
 
+def test_an_error_of_the_caller_among_prompts_that_are_run_together_leaves_all_slots_free():
+  engine = ArithmeticEngine(3, together=4)
+  requests = [Request(0, [1], 1), *(Request(i, [1], 6) for i in (1, 2))]  # the first ends with its first token
+
+  def full(_: Row) -> None:
+    raise OSError("no space left")
+
+  with pytest.raises(OSError, match="no space left"):
+    generate(engine, requests, stop_ids=(), clock=NoClock(), on_finished=full)
+  assert engine.inserted == [0, 1]
+  assert engine.histories == {}
+
+
 def test_progress_counts_every_new_token_once():
   counted = []
   generator = Generator(ArithmeticEngine(2), stop_ids=(), clock=NoClock())
